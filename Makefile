@@ -1,7 +1,8 @@
 # Everything a person runs from a checkout. `make` alone lists it.
 #
 # Every target that needs Python makes .venv first, from requirements/cpu.lock or gpu.lock, and again when the lock or
-# pyproject.toml changes. An install that was cut off is continued by the next make.
+# pyproject.toml changes. Targets that test add cpu-test.lock or gpu-test.lock to the same .venv. An install that was cut
+# off is continued by the next make.
 
 # A run file, and more arguments for `train`, `test`, `up` and `down`.
 RUNFILE ?= examples/arithmetic.toml
@@ -22,6 +23,7 @@ TORCH_CPU_INDEX ?=
 CPU_LOCK_ARGS ?= $(if $(TORCH_CPU_INDEX),--index $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 INSTALLED := .venv/.installed
+TESTS_INSTALLED := .venv/.installed-test
 LOG := .venv/install.log
 AUDIT := .venv/audit/bin/pip-audit
 MADE_FOR := $(shell cat .venv/.device 2>/dev/null)
@@ -30,7 +32,7 @@ ifeq ($(filter cpu gpu,$(DEVICE)),)
 $(error MILLRACE_DEVICE is "$(DEVICE)": it can be cpu or gpu)
 endif
 
-FIRST_INSTALL := $(if $(filter cpu,$(DEVICE)),3–4 minutes and 5.4 GB,several minutes) the first time
+FIRST_INSTALL := $(if $(filter cpu,$(DEVICE)),3–4 minutes and 4.9 GB,several minutes) the first time
 PIP_INSTALL := .venv/bin/python -m pip install --no-deps --no-input --disable-pip-version-check --progress-bar off
 
 .ONESHELL:
@@ -45,28 +47,28 @@ help: ## this list
 train: $(INSTALLED) ## train a policy: RUNFILE=examples/arithmetic.toml, ARGS="more arguments"
 	.venv/bin/millrace train $(RUNFILE) $(ARGS)
 
-quick: $(INSTALLED) ## run the unit tests that need no server, no engine and no processes of their own: minutes
+quick: $(TESTS_INSTALLED) ## run the unit tests that need no server, no engine and no processes of their own: minutes
 	.venv/bin/python -m pytest $(QUICK) -m 'not (slow or server or engine)' $(ARGS)
 
-test: $(INSTALLED) ## run all tests but the slow ones: ARGS="-k name" or any other pytest arguments
+test: $(TESTS_INSTALLED) ## run all tests but the slow ones: ARGS="-k name" or any other pytest arguments
 	.venv/bin/python -m pytest $(ARGS)
 
-test-all: $(INSTALLED) ## run the slow tests too, twice as long: more faults, deployments, benchmarks in small
+test-all: $(TESTS_INSTALLED) ## run the slow tests too, twice as long: more faults, deployments, benchmarks in small
 	.venv/bin/python -m pytest -m '' $(ARGS)
 
-lint: $(INSTALLED) ## ruff and mypy
+lint: $(TESTS_INSTALLED) ## ruff and mypy
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-chaos: $(INSTALLED) ## faults by the hundred at one run: FAULTS=200 SEED=1
+chaos: $(TESTS_INSTALLED) ## faults by the hundred at one run: FAULTS=200 SEED=1
 	MILLRACE_CHAOS_FAULTS=$(FAULTS) MILLRACE_CHAOS_SEED=$(SEED) .venv/bin/python -m pytest tests/chaos -m '' $(ARGS)
 
 $(AUDIT): | $(INSTALLED)
 	.venv/bin/python -m venv .venv/audit
 	.venv/audit/bin/pip install -q --disable-pip-version-check pip-audit
 
-audit: $(AUDIT) ## look up known vulnerabilities of every package in the lock (pip-audit, over the network)
-	sed 's/+cpu//' requirements/$(DEVICE).lock >.venv/audit/lock.txt
+audit: $(AUDIT) ## look up known vulnerabilities of every package in the locks (pip-audit, over the network)
+	sed 's/+cpu//' requirements/$(DEVICE).lock requirements/$(DEVICE)-test.lock >.venv/audit/lock.txt
 	$(AUDIT) --strict --no-deps --disable-pip --progress-spinner off -r .venv/audit/lock.txt
 
 # For CI: if the package index that pip-audit asks is out of reach, or keeps no such data, this says so and succeeds.
@@ -101,16 +103,27 @@ ifneq ($(DEVICE),$(MADE_FOR))
 $(INSTALLED): FORCE
 endif
 
+# Shell functions of both installs. pip writes INSTALLER near the end of a package: without it the package was cut off and
+# pip would take it for whole.
+define INSTALLING
+fail() { printf '%s\n' "$$@" >&2; exit 1; }
+pip_failed() {
+    grep -E '^ *(ERROR|error|[A-Za-z]+Error):' $(LOG) >&2 || tail -n 5 $(LOG) >&2
+    fail "Installing stopped here; the whole log is $(LOG). The next make continues from this point."
+}
+remove_halves() {
+    for package in .venv/lib/python3*/site-packages/*.dist-info; do
+        [ -f "$$package/INSTALLER" ] || rm -rf "$$package"
+    done
+}
+endef
+
 # The state folder of every run file below, wherever one stands.
 .millrace:
 	@mkdir -p .millrace
 
 $(INSTALLED): requirements/$(DEVICE).lock pyproject.toml | .millrace
-	@fail() { printf '%s\n' "$$@" >&2; exit 1; }
-	pip_failed() {
-	    grep -E '^ *(ERROR|error|[A-Za-z]+Error):' $(LOG) >&2 || tail -n 5 $(LOG) >&2
-	    fail "Installing stopped here; the whole log is $(LOG). The next make continues from this point."
-	}
+	@$(INSTALLING)
 	[ "$$(uname -s)" = Linux ] || fail "Millrace installs on Linux (vLLM's wheels are for Linux only): use a container or WSL."
 	if [ -n "$(MADE_FOR)" ] && [ "$(MADE_FOR)" != $(DEVICE) ]; then
 	    echo "Removing the .venv made for $(MADE_FOR): this one is for $(DEVICE)."
@@ -135,11 +148,7 @@ $(INSTALLED): requirements/$(DEVICE).lock pyproject.toml | .millrace
 	fi
 	echo $(DEVICE) >.venv/.device
 
-	# pip writes INSTALLER near the end of a package: without it the package was cut off and pip would take it for whole.
-	for package in .venv/lib/python3*/site-packages/*.dist-info; do
-	    [ -f "$$package/INSTALLER" ] || rm -rf "$$package"
-	done
-
+	remove_halves
 	torch=$$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' requirements/$(DEVICE).lock)
 	: >$(LOG)
 	case $$torch in *+cpu)
@@ -154,4 +163,12 @@ $(INSTALLED): requirements/$(DEVICE).lock pyproject.toml | .millrace
 	echo "[3/3] installing $$(grep -c == requirements/$(DEVICE).lock) packages ($(FIRST_INSTALL); tail -f $(LOG) shows them)"
 	$(PIP_INSTALL) -r requirements/$(DEVICE).lock >>$(LOG) 2>&1 || pip_failed
 	$(PIP_INSTALL) --no-build-isolation -e . >>$(LOG) 2>&1 || pip_failed
+	touch $@
+
+$(TESTS_INSTALLED): $(INSTALLED) requirements/$(DEVICE)-test.lock
+	@$(INSTALLING)
+	remove_halves
+	: >$(LOG)
+	echo "installing $$(grep -c == requirements/$(DEVICE)-test.lock) packages of the tests (850 MB the first time; tail -f $(LOG) shows them)"
+	$(PIP_INSTALL) -r requirements/$(DEVICE)-test.lock >>$(LOG) 2>&1 || pip_failed
 	touch $@

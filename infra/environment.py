@@ -136,6 +136,10 @@ def prepare_environment(run_folder: Path | None = None) -> Path:
         "CUDA_CACHE_PATH": str(caches / "cuda"),
         "NUMBA_CACHE_DIR": str(caches / "numba"),
         "OUTLINES_CACHE_DIR": str(caches / "outlines"),
+        "TRACKIO_DIR": str(folder / "trackio"),
+        "WANDB_DIR": str(folder),
+        "WANDB_CACHE_DIR": str(caches / "wandb"),
+        "WANDB_DATA_DIR": str(caches / "wandb-data"),
         "MPLCONFIGDIR": str(caches / "matplotlib"),
         # Models and data sets of the hub stay where all programs of the user share them, if that place can be written.
         **({} if _is_writable(_hub_folder()) else {"HF_HOME": str(caches / "huggingface")}),

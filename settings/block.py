@@ -42,6 +42,7 @@ OTHER_WORDS = {
     "kl_coef": "train.kl.coefficient",
     "kl_loss_coef": "train.kl.coefficient",
     "loss_agg_mode": "train.aggregation",
+    "logger": "tracking.also",
     "loss_type": "train.loss.kind",
     "lr": "learning_rate",
     "lr_scheduler_type": "train.schedule",
@@ -67,7 +68,7 @@ OTHER_WORDS = {
     "ppo_epochs": "train.num_epochs",
     "ppo_max_token_len_per_gpu": "train.tokens_per_microbatch",
     "ppo_mini_batch_size": "train.num_minibatches",
-    "report_to": "tracking.uri",
+    "report_to": "tracking.also",
     "rollout_n": "n_samples",
     "save_steps": "train.checkpoint_every",
     "scale_rewards": "train.advantage.scale",
@@ -76,6 +77,8 @@ OTHER_WORDS = {
     "total_steps": "steps",
     "train_batch_size": "batch_size",
     "train_dataset": "dataset",
+    "use_wandb": "tracking.also",
+    "wandb": "tracking.also",
     "warmup_ratio": "train.warmup_steps",
 }
 """Last names of settings in TRL, verl, OpenRLHF and prime-rl, and the key here that does the same or comes nearest."""
@@ -175,7 +178,8 @@ def _type(field: dict[str, Any]) -> str:
     if "enum" in field or "const" in field:
         return " or ".join(map(_written, field.get("enum", [field.get("const")])))
     if field.get("type") == "array":
-        return f"list of {_type(field['items'])}s" if "items" in field else "list"
+        items = field.get("items", {})
+        return f"list of {_type(items)}{'' if 'enum' in items else 's'}" if items else "list"
     return {"null": "unset"}.get(str(field.get("type")), str(field.get("type", "any value")))
 
 

@@ -10,7 +10,9 @@ A command prints a `UserError` as one line and everything else as a traceback. A
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -23,6 +25,9 @@ from settings.redaction import without_secrets
 MOST_FRAMES = 8
 MOST_CHARACTERS = 2000
 """Of the text of one failure, frames included."""
+_CHECKOUT = Path(__file__).resolve().parents[1]
+_WHOLE = ("train", "cpu", "gpu")
+"""Extras that `make` installs from a lock; pip alone would choose other versions."""
 _LONGEST_FRAME = 160  # characters
 _LONGEST_LINE = 300  # characters, without the place
 _FRAME = re.compile(r"^  at (?P<place>.+?:\d+) in .*$", re.MULTILINE)
@@ -39,6 +44,31 @@ class InvalidInput(UserError, ValueError):
 
 class NotFound(UserError, FileNotFoundError):
     """Something that was named is not there."""
+
+
+class MissingPackage(UserError, ImportError):
+    """A package that is no part of this install."""
+
+
+def missing_package(module: str | None) -> MissingPackage | None:
+    """The error for a module of one of our extras that cannot be imported; None for any other module."""
+    name = (module or "").partition(".")[0]
+    extra = _extra_of(name.replace("_", "-"))
+    if not extra:
+        return None
+    fix = "run `make train`" if extra in _WHOLE else f'run pip install -e ".[{extra}]"'
+    return MissingPackage(f"the package {name} is not installed in {sys.executable}: {fix} in {_CHECKOUT}", name=name)
+
+
+@cache
+def _extra_of(name: str) -> str:
+    """The extra that brings a package, a small one first; empty if none does, or if tests alone do."""
+    found = []
+    for row in importlib.metadata.requires("millrace") or ():
+        of, extra = re.match(r"[\w.-]+", row), re.search(r"""extra == ['"](\w+)""", row)
+        if of and extra and of[0].removesuffix("-cpu") == name and extra[1] != "test":
+            found.append(extra[1])
+    return min(found, key=_WHOLE.__contains__, default="")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`[tracking]`: where MLflow is and what it registers; `[traces]`: which attempts it shows turn by turn."""
+"""`[tracking]`: where MLflow is, what it registers, and who else gets metrics; `[traces]`: attempts turn by turn."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ with warnings.catch_warnings():  # pydantic's metaclass has a `register`, which 
         """Which policies are versions of the registered model: `evaluated`, those with a held-out score and the
         champion; a number N, every N-th too; `all` of them. `rollout` is an alias there while its policy is one."""
 
+        also: list[Literal["tensorboard", "trackio", "wandb"]] = []
+        """Where metrics go beside MLflow: `["tensorboard", "wandb"]`. Each is a package, and an extra, of that name."""
+
         @model_validator(mode="before")
         @classmethod
         def _short(cls, value: Any) -> Any:
-            return {"uri": value} if isinstance(value, str) else value
+            value = {"uri": value} if isinstance(value, str) else value
+            if isinstance(value, dict) and isinstance(value.get("also"), str):
+                value = {**value, "also": [value["also"]]}
+            return value
 
 
 class TraceSettings(Block):

@@ -13,7 +13,6 @@ import logging
 from typing import Any
 
 from infra.user_code import load_object
-from rollouts.production.evaluation import failure_of
 from settings.errors import InvalidInput, UserError
 from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation
@@ -60,7 +59,7 @@ def warn_of_greedy_attempts(settings: EvaluationSettings) -> None:
 
 def raise_if_failed(evaluation: Evaluation) -> None:
     """Raise `EvaluationFailed` where every attempt failed. The entry stays in the log, and nothing takes its score."""
-    if problem := failure_of(evaluation):
+    if problem := evaluation.failure:
         raise EvaluationFailed(problem)
 
 

@@ -1,7 +1,8 @@
 """MLflow as a mirror of the run's log: whatever is new in the log is told there, now or by a later call.
 
     log ──▶ each follower's `sync`, in one thread ──▶ MLflow: metrics, versions, lineage, aliases, traces
-                                                └──▶ the log: which versions are registered
+                                                ├──▶ the log: which versions are registered
+                                                └──▶ TensorBoard, Trackio, W&B, if `tracking.also` names them: metrics
 
 In: the log. Out: the same content elsewhere, and the report beside the MLflow run at the end. A service may be down:
 that is one warning, and nothing of a run waits for it. A follower is added in `TrackingMirror.__init__`.
@@ -10,6 +11,7 @@ that is one warning, and nothing of a run waits for it. A follower is added in `
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import subprocess
 import tempfile
@@ -29,6 +31,7 @@ from storage.log.run_log import RunLog
 from storage.log.runs import is_training, outcome, teller_lock
 from storage.tracking.follower import Follower, FollowerUnavailable
 from storage.tracking.registry import Registry, RegistryUnavailable
+from storage.tracking.trackers import Tracker
 
 logger = logging.getLogger("millrace.track")
 
@@ -83,6 +86,7 @@ class TrackingMirror:
         self._told_at = 0.0
         self._mlflow = _Following(lambda: Registry(self._log, tracking_uri=self.uri))
         self._following: list[_Following[Any]] = [self._mlflow]
+        self._trackers: dict[str, _Following[Any]] = {}
 
     @property
     def is_due(self) -> bool:
@@ -106,7 +110,8 @@ class TrackingMirror:
             # Two that send the same entries at once would send them twice.
             with teller_lock(log):
                 log.refresh()
-                registrations = [registration for each in self._following for registration in each.tell()]
+                following = [*self._following, *self._others()]
+                registrations = [registration for each in following for registration in each.tell()]
                 self.run_page = self._mlflow.follower.run_page or self.run_page
                 for registration in registrations:
                     log.append(registration)
@@ -114,6 +119,14 @@ class TrackingMirror:
             logger.exception("MLflow could not be told what is new; the log keeps it for later")
             return 0
         return len(registrations)
+
+    def _others(self) -> list[_Following[Any]]:
+        """Those that the newest session names in `tracking.also`."""
+        sessions = self._log.state.sessions
+        for kind in sessions[-1].also if sessions else ():
+            if kind not in self._trackers:
+                self._trackers[kind] = _Following(functools.partial(Tracker, self._log, kind))
+        return list(self._trackers.values())
 
     async def _attach_report(self) -> None:
         """The run as a web page beside the MLflow run. A command of its own makes it, with memory of its own."""

@@ -13,7 +13,6 @@ from prefect import task
 from prefect.tasks import exponential_backoff
 
 from infra.cluster import WorkerDied
-from rollouts.production.evaluation import failure_of
 from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation, Policy
 from tasks.prefect.run_logs import log_evaluation
@@ -97,6 +96,6 @@ async def evaluate_policy(session: RunSession, *, version: int, settings: Evalua
     """Held-out score of a policy version; see `Fleet.evaluate`. If the worker dies, the next one does it again."""
     evaluation = await session.fleet.evaluate(version=version, settings=settings)
     log_evaluation(evaluation)
-    if problem := failure_of(evaluation):
+    if problem := evaluation.failure:
         logger.warning(problem)
     return evaluation

@@ -135,6 +135,7 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
             reward_sha256=source_sha256(config.workflow),
             steps=config.steps,
             register=str(config.tracking.register),
+            also=tuple(config.tracking.also),
             host=platform.node(),
         )
         log.append(entry)

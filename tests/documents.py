@@ -31,6 +31,7 @@ SEARCH_AGENT = PROJECT / "examples/search_agent/README.md"
 
 _TOOLS = "millrace make prefect python python3 mlflow docker kubectl helm ray pip uv curl sudo"
 _IN_BLOCKS_ONLY = "export umask cat echo cd cp git apt apt-get aws psql ssh openssl docker-worker/bin/pip"
+_IN_BLOCKS_ONLY += " look/bin/pip look/bin/millrace"
 _PATH = r"(?:\.venv/bin/|docker-worker/bin/)?"
 _SET = r"(?:[A-Z_]+=\S+ )*"
 _PROGRAM = re.compile(rf"^{_SET}{_PATH}(?:{'|'.join(f'{_TOOLS} {_IN_BLOCKS_ONLY}'.split())}) ")
@@ -193,6 +194,12 @@ COVERED_BY = {
     "docker compose config": "needs Docker: test_compose_files_fit_the_compose_specification",
     "docker compose *": f"needs Docker; the same services as processes: {_POSTGRES}",
     "python3 -m venv docker-worker": "needs what the next command does; the Makefile makes .venv the same way",
+    "python3 -m venv look": "needs what the next command does; test_a_command_that_looks_runs makes the same",
+    "look/bin/pip install *": "needs a package index; the same packages: test_what_looking_needs_is_small",
+    "look/bin/millrace ui *": "test_the_page_is_served",
+    "python -m pip install -e *": "needs a package index; "
+    "test_a_missing_tracker_is_refused_with_the_extra_that_brings_it",
+    "pip install -e *": "needs a package index; test_a_missing_tracker_is_refused_with_the_extra_that_brings_it",
     "docker-worker/bin/pip install *": "needs a package index; its version of Prefect: "
     "test_the_docker_workers_prefect_is_that_of_the_lock",
     "docker-worker/bin/prefect worker start *": "needs Docker",

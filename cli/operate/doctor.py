@@ -109,17 +109,20 @@ def check_sandbox() -> Finding:
 
 
 def check_lock() -> Finding:
-    """Installed versions against the lock that .venv was made from."""
+    """Installed versions against the lock that .venv was made from, and that of the tests if they were added."""
     import importlib.metadata
 
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    device = PROJECT / ".venv" / ".device"
-    lock = PROJECT / "requirements" / f"{device.read_text().strip() if device.exists() else 'cpu'}.lock"
-    versions = {canonicalize_name(package.name): package.version for package in importlib.metadata.distributions()}
+    stamp = PROJECT / ".venv" / ".device"
+    device = stamp.read_text().strip() if stamp.exists() else "cpu"
+    names = [f"{device}.lock", *([f"{device}-test.lock"] if stamp.with_name(".installed-test").exists() else [])]
+    found = list(importlib.metadata.distributions())[::-1]  # of two with one name Python takes the first
+    versions = {canonicalize_name(package.name): package.version for package in found}
     wrong = []
-    rows = [line.split("#")[0].strip() for line in lock.read_text().splitlines()]
+    text = "\n".join((PROJECT / "requirements" / name).read_text() for name in names)
+    rows = [line.split("#")[0].strip() for line in text.splitlines()]
     for requirement in [Requirement(row) for row in rows if row]:
         version = versions.get(canonicalize_name(requirement.name), "missing")
         is_needed = requirement.marker is None or requirement.marker.evaluate()
@@ -127,7 +130,7 @@ def check_lock() -> Finding:
             wrong.append(f"{requirement.name} {version} instead of {requirement.specifier}")
     if wrong:
         return Finding("; ".join(wrong[:5]), "rm .venv/.installed && make .venv/.installed")
-    return Finding(f"all versions as in {lock.name}")
+    return Finding(f"all versions as in {' and '.join(names)}")
 
 
 def check_disk() -> Finding:

@@ -82,11 +82,12 @@ def _version(log: RunLog, name: str, tracking: str) -> int:
 
     if (version := find_version(log, name)) is not None:
         return version
-    from storage.tracking.registry import RegistryUnavailable, registered_version
+    from storage.tracking.follower import FollowerUnavailable
+    from storage.tracking.registry import registered_version
 
     try:
         return registered_version(log, name, tracking_uri=tracking_uri(tracking))
-    except RegistryUnavailable as error:
+    except FollowerUnavailable as error:
         aliases = ", ".join(sorted(log.state.aliases)) or "none"
         raise InvalidInput(
             f"the log of run {log.run_id!r} has no {'registered version' if name.isdigit() else 'alias'} {name!r} "

@@ -61,7 +61,8 @@ def _announce(log: RunLog, alias: Alias, again: str, *, as_json: bool, tracking:
 def bring_to_mlflow(log: RunLog, tracking: str = "") -> str:
     """Set the aliases of a run in MLflow; returns where they are, or why not."""
     from storage.log.runs import is_training, teller_lock
-    from storage.tracking.registry import Registry, RegistryUnavailable
+    from storage.tracking.follower import FollowerUnavailable
+    from storage.tracking.registry import Registry
 
     uri = tracking_uri(tracking)
     if is_training(log):
@@ -70,6 +71,6 @@ def bring_to_mlflow(log: RunLog, tracking: str = "") -> str:
         with teller_lock(log):
             for registration in Registry(log, tracking_uri=uri).sync():
                 log.append(registration)
-    except RegistryUnavailable as error:
+    except FollowerUnavailable as error:
         return without_secrets(f"{uri} cannot be reached ({error}); promote again, or continue the run")
     return without_secrets(f"{log.run_id}@champion at {uri}")

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from cli.terminal.console import open_console
-from settings.errors import UserError
+from settings.errors import UserError, missing_package
 from settings.redaction import without_secrets
 
 TRACEBACK = "MILLRACE_TRACEBACK"
@@ -35,6 +35,8 @@ def explained() -> Iterator[None]:
         first: BaseException = error
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
+        if isinstance(first, ModuleNotFoundError):
+            first = missing_package(first.name) or first
         is_mendable = isinstance(first, UserError)
         if not is_mendable or os.environ.get(TRACEBACK):
             sys.stderr.write(without_secrets("".join(traceback.format_exception(error))))

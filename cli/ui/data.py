@@ -30,8 +30,7 @@ from cli.ui.groups import group_lists
 from cli.ui.metrics import described
 from cli.ui.prompts import VISITS, prompt_history
 from infra.environment import cache_folder
-from rollouts.production.evaluation import failure_of
-from settings.errors import InvalidInput, NotFound, counted, in_one_line
+from settings.errors import InvalidInput, NotFound, counted, in_one_line, missing_package
 from settings.redaction import without_secrets
 from settings.run_file import leaves
 from storage.log.entries import OUTCOMES, to_json
@@ -211,7 +210,7 @@ def _notes(log: RunLog) -> list[str]:
     """What is missing of the run, in sentences."""
     state = log.state
     notes = [f"shard {shard_id} is quarantined: {why}" for shard_id, why in state.quarantined.items()]
-    failed = [failure_of(evaluation) for evaluation in state.evaluations if evaluation.failed]
+    failed = [evaluation.failure for evaluation in state.evaluations if evaluation.failed]
     for sentences, noun in ((notes, "quarantined shard"), (failed, "failed evaluation")):
         if len(sentences) > MOST_NOTES:
             sentences[MOST_NOTES:] = [f"and {counted(len(sentences) - MOST_NOTES, f'more {noun}')}"]
@@ -360,7 +359,9 @@ def _trajectory(log: RunLog, id: str = "", color: str = COLORS[0]) -> dict[str, 
     try:
         shown = [conversation(queries, row, tokenizer_of(log), LONG, colorist.color(row)) for row in rows]
     except ImportError as error:
-        raise InvalidInput(f"colour {color!r} needs the package {error.name}, which is not installed here") from error
+        if missing := missing_package(error.name):
+            raise missing from error
+        raise
     return {"id": id, "colors": COLORS, "sequences": shown}
 
 

@@ -174,18 +174,6 @@ async def evaluate_tasks(
     )
 
 
-def failure_of(evaluation: Evaluation) -> str:
-    """A sentence if every attempt failed, otherwise ""."""
-    if not evaluation.failed:
-        return ""
-    counts = ", ".join(f"{status} {count}" for status, count in evaluation.failures.items())
-    sentence = (
-        f"the evaluation of policy {evaluation.version} on split {evaluation.split!r} failed: all "
-        f"{evaluation.num_failed} attempts did ({counts}), so its score of 0 says nothing about the policy"
-    )
-    return f"{sentence}; one error: {evaluation.last_error}" if evaluation.last_error else sentence
-
-
 def _check_version(group: RolloutGroup, version: int) -> None:
     sampled = [turn.weight_versions for attempt in group.trajectories for turn in attempt.turns]
     if any(versions.count(version) != len(versions) for versions in sampled):

@@ -190,6 +190,18 @@ class Evaluation:
         """True if every attempt failed; the score 0 then says nothing about the policy."""
         return 0 < self.num_tasks * self.n_samples == self.num_failed
 
+    @property
+    def failure(self) -> str:
+        """A sentence if every attempt failed, otherwise ""."""
+        if not self.failed:
+            return ""
+        counts = ", ".join(f"{status} {count}" for status, count in self.failures.items())
+        sentence = (
+            f"the evaluation of policy {self.version} on split {self.split!r} failed: all {self.num_failed} attempts "
+            f"did ({counts}), so its score of 0 says nothing about the policy"
+        )
+        return f"{sentence}; one error: {self.last_error}" if self.last_error else sentence
+
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:
@@ -271,6 +283,8 @@ class Session:
     """Which policies MLflow registers, see `tracking.register`; logs from before this was recorded have all."""
     host: str = ""
     """The machine of its driver; empty in logs from before this was recorded."""
+    also: tuple[str, ...] = ()
+    """Where metrics go beside MLflow, see `tracking.also`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,9 @@ import logging
 import threading
 from typing import Any
 
+from settings.errors import missing_package
 from storage.log.entries import Evaluation, LogEntry, Step
+from storage.tracking.follower import FollowerUnavailable
 
 logger = logging.getLogger("millrace.system_metrics")
 
@@ -23,9 +25,15 @@ _importing = threading.Lock()
 
 
 def import_mlflow() -> Any:
-    """The package, in a second. It breaks if two threads import it at the same time."""
+    """The package, in a second. It breaks if two threads import it at the same time.
+
+    Raises `FollowerUnavailable` if it is not installed, as where people only look at runs.
+    """
     with _importing:
-        import mlflow
+        try:
+            import mlflow
+        except ModuleNotFoundError as error:
+            raise FollowerUnavailable(str(missing_package(error.name) or error)) from error
 
         return mlflow
 

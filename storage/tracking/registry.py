@@ -338,7 +338,7 @@ def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
     Raises `InvalidInput` if MLflow does not have it, or has it of a run in another store, and `RegistryUnavailable` if
     MLflow cannot be reached.
     """
-    import mlflow
+    mlflow = import_mlflow()
     from mlflow.exceptions import MlflowException
 
     shown = without_secrets(tracking_uri)

@@ -27,7 +27,7 @@ from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_tool_parser
 from rollouts.production.engine_choice import check_engine_arguments, local_folder, model_config, num_positions
 from rollouts.workflow import Workflow, place_of
-from settings.errors import InvalidInput, path_errors
+from settings.errors import InvalidInput, MissingPackage, path_errors
 from settings.loss import CustomLoss
 from settings.places.hints import command
 from settings.places.state_folder import home, store_uri
@@ -38,6 +38,7 @@ from storage.objects.hub import check_on_hub
 from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store, probe
 from storage.records import Task
+from storage.tracking.trackers import check_trackers
 from tasks.checks.trial import check_tasks, errors_of_users, play_tasks
 
 logger = logging.getLogger("millrace.preflight")
@@ -86,7 +87,8 @@ def check_run(config: RunConfig) -> Workflow:
     check_batch(config, len(tasks["train"]), is_new=is_new)
     try:
         check_tracking(tracking_uri(config.tracking.uri))
-    except InvalidInput as error:
+        check_trackers(config.tracking.also)
+    except (InvalidInput, MissingPackage) as error:
         if is_new:
             raise
         logger.warning("%s; run %s goes on, and its log keeps everything for later", error, config.run)

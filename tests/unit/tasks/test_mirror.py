@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from storage.log.entries import Alias, End, Registration
+from storage.log.entries import Alias, End, Evaluation, Registration, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import trainer_lock
 from storage.tracking.registry import RegistryUnavailable
@@ -130,6 +130,18 @@ def test_two_that_tell_of_a_run_take_turns_and_its_training_may_begin_meanwhile(
             begun.set()
             assert first.result() == second.result() == 0
     assert sent == ["evaluation", "trainer"], "one after the other"
+
+
+def test_the_places_beside_mlflow_are_those_that_the_newest_session_names(
+    told: TrackingMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    told._log.append(Evaluation(version=0, split="test", score=0.5, num_tasks=1, num_failed=0, shard_id="e", seconds=1))
+    told._sync()
+    assert not list(tmp_path.iterdir()), "nobody has asked for another place"
+    told._log.append(Session(id="second", code_version="", also=("tensorboard",)))
+    told._sync(), told._sync()
+    assert [path.name[:4] for path in (tmp_path / "tensorboard").iterdir()] == ["run-"]
 
 
 def test_what_one_service_refuses_is_said_once_and_does_not_keep_another_from_it(

@@ -163,6 +163,11 @@ def test_a_version_that_is_not_the_locked_one_is_named(tmp_path: Path, monkeypat
     (tmp_path / ".venv" / ".device").write_text("gpu\n")
     (tmp_path / "requirements" / "gpu.lock").write_text("\n".join(lock[:1]))
     assert check_lock() == Finding("all versions as in gpu.lock")
+    (tmp_path / ".venv" / ".installed-test").touch()
+    (tmp_path / "requirements" / "gpu-test.lock").write_text("nothing-at-all==2")
+    assert check_lock().text == "nothing-at-all missing instead of ==2"
+    (tmp_path / "requirements" / "gpu-test.lock").write_text(lock[0])
+    assert check_lock() == Finding("all versions as in gpu.lock and gpu-test.lock")
 
 
 def test_too_little_room_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

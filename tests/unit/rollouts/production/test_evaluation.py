@@ -21,7 +21,7 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production import evaluation
 from rollouts.production.attempts import Player
-from rollouts.production.evaluation import MixedVersions, Tally, evaluate_tasks, failure_of, pass_at_k
+from rollouts.production.evaluation import MixedVersions, Tally, evaluate_tasks, pass_at_k
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
 from settings.evaluation import EvaluationSettings
@@ -162,7 +162,7 @@ def test_an_evaluation_says_what_was_asked_and_what_failed_and_an_older_one_can_
     assert found.standard_error == pytest.approx(statistics.stdev([0.5, 0.5, 0.5, 0.0, 0.5]) / math.sqrt(5))
     assert found.pass_at == {"1": pytest.approx(0.3), "2": pytest.approx(0.6)}
     assert re.fullmatch(r"KeyError: 'held out by mistake' at tests/.*/test_evaluation.py:\d+", found.last_error)
-    assert not found.failed and failure_of(found) == ""
+    assert not found.failed and found.failure == ""
     assert (found.version, found.split, found.shard_ids) == (0, "test", ["eval0"])
     bench.log.append(found)
     assert bench.log.refresh().evaluations == [found]
@@ -279,8 +279,8 @@ def test_an_evaluation_in_which_every_attempt_failed_is_a_failed_one(tokens: Cha
     found = asyncio.run(_Bench(tokens, _Broken(0)).evaluate(7))
     assert found.score == 0 and found.num_failed == 14 and found.failed
     assert found.pass_at == {"1": 0.0, "2": 0.0} and len(found.last_error) < evaluation.LONGEST_ERROR
-    sentence = failure_of(found)
+    sentence = found.failure
     assert "evaluation of policy 0 on split 'test' failed: all 14 attempts did (env_error 14)" in sentence
     assert "says nothing about the policy" in sentence and "ConnectionError: no database" in sentence
     found = asyncio.run(_Bench(tokens, _Broken(1)).evaluate(3))  # one attempt came through
-    assert found.score == 0 and found.num_failed == 3 and not found.failed and failure_of(found) == ""
+    assert found.score == 0 and found.num_failed == 3 and not found.failed and found.failure == ""

@@ -191,9 +191,15 @@ def test_an_error_that_another_reply_might_not_cause_is_a_warning(
         ({"tracking": "http://127.0.0.1:9"}, "tracking = 'http://127.0.0.1:9': no server answers"),
         ({"tracking": "nonsense://x"}, "tracking = 'nonsense://x': MLflow knows no nonsense://"),
         ({"tracking": "sqlite:////no/where.db"}, "there is no folder /no"),
+        ({"tracking": {"also": "wandb"}}, "tracking.also = \\['wandb'\\]: there is no key for Weights & Biases"),
     ],
 )
-def test_a_setting_that_nothing_takes_is_refused(tmp_path: Path, settings: dict[str, Any], sentence: str) -> None:
+def test_a_setting_that_nothing_takes_is_refused(
+    tmp_path: Path, settings: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(InvalidInput, match=sentence):
         _check(tmp_path, "async def run(self, task, chat):\n    return 1", **settings)
 
