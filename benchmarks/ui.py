@@ -2,7 +2,7 @@
 
 In: nothing; a synthetic run in a store, its shards as small as they can be. Out: a table, and JSON.
 
-    python -m benchmarks.ui [--steps 2000] [--attempts 500] [--seconds 60] [--json FILE]
+    python -m benchmarks.ui [--steps 2000] [--attempts 500] [--seconds 120] [--json FILE]
 
 A server that has just started is asked for what the run's page shows at first, over HTTP. Then Chromium, if it is
 installed, opens the page at a server that is new too: until every picture on the screen is drawn. At last the run
@@ -230,7 +230,7 @@ def measure(store: LocalStore, *, steps: int, attempts: int, seconds: float) -> 
         numbers["open_cpu_seconds"] = cpu_seconds(server) - before
     numbers["open_seconds"] = sum(numbers["first_seconds"][part] for part in ("page", *FIRST_PARTS))
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    with serving(store) as (server, address), tempfile.TemporaryDirectory() as scratch:
+    with serving(store) as (server, address), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         watched = {"server": server}
         browser = Browser(chromium, Path(scratch)) if chromium else None
         try:
@@ -249,7 +249,7 @@ def measure(store: LocalStore, *, steps: int, attempts: int, seconds: float) -> 
 def main(
     steps: Annotated[int, typer.Option(min=2, help="Steps of the run.")] = 2000,
     attempts: Annotated[int, typer.Option(min=8, help="Attempts per step, rounded up to groups of eight.")] = 500,
-    seconds: Annotated[float, typer.Option(min=1, help="How long the run is followed.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=1, help="How long the run is followed.")] = 120.0,
     output: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
 ) -> None:
     """Write a long run, open its page, follow it."""

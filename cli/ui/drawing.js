@@ -149,6 +149,8 @@ const css = name => getComputedStyle(document.documentElement).getPropertyValue(
 const color = i => css(`--s${i % 8}`);
 const faint = (shade, alpha) => `rgba(${[1, 3, 5].map(i => parseInt(shade.slice(i, i + 2), 16))}, ${alpha})`;   // of #rrggbb
 const pictures = new Set();
+/* The library of charts is read while the data comes; pictures wait for it. */
+const charts = window.Plotly ? Promise.resolve() : new Promise(ready => document.getElementById("plotly").addEventListener("load", ready));
 const onScreen = new IntersectionObserver(entries => entries.forEach(({ target, isIntersecting }) => {
   target.isSeen = isIntersecting;
   if (isIntersecting && target.isStale) draw(target);
@@ -168,6 +170,7 @@ function picture(title, { unit = "", meaning = "", height = 170, make, style = "
 
 function draw(plot) {
   plot.isStale = false;
+  if (!window.Plotly) return void charts.then(() => draw(plot));
   try {
     const made = plot.make();
     if (!made.traces) {

@@ -2,7 +2,7 @@
    `#compare=A,B`, with `&attempt=ID` over it; without any, every run. A report has one run and no server. */
 
 const head = document.querySelector("header.top"), nav = document.querySelector("nav"), foot = document.querySelector("footer");
-const SECONDS = 3;   // between looks
+const SECONDS = 5;   // between looks
 let sections = [], follow = async () => {};   // of the route that is shown
 
 const here = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
@@ -114,9 +114,9 @@ function timeTable({ time, step, worked_seconds: worked, evaluation_seconds: eva
 }
 
 async function showRun(run) {
-  const steps = new Steps(run), descriptions = await get(["metrics"]);
+  const steps = new Steps(run);
   let refill = () => {};
-  let overview = await get(["runs", run, "overview"]), lanes, budget = h("div", { class: "side" });
+  let [descriptions, overview] = await Promise.all([get(["metrics"]), get(["runs", run, "overview"]), steps.update()]), lanes, budget = h("div", { class: "side" });
   const lines = [{ name: run, steps, get shade() { return css("--accent"); }, get second() { return css("--second"); }, get scores() { return overview.scores; } }];
   const numbers = h("div", { class: "stack" });
   const facts = () => {
@@ -125,7 +125,6 @@ async function showRun(run) {
     numbers.replaceChildren(tiles(overview), ...overview.notes.map(note), ...(overview.paused ? [note(`Paused: ${overview.paused}`)] : []), law(overview));
     budget.replaceChildren(...timeTable(overview).filter(Boolean));
   };
-  await steps.update();
   facts();
   let reading;
   const contents = () => (reading ??= get(["runs", run, "contents"]));   // for two sections

@@ -24,7 +24,7 @@ def render(inlined: dict[str, Any] | None = None) -> str:
     data = as_json(inlined).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     script = "\n".join(_text(name) for name in SCRIPTS)
     if inlined is None:
-        plotly, sources, connections = f'<script src="{PLOTLY}"></script>', "'self'", "'self'"
+        plotly, sources, connections = f'<script async src="{PLOTLY}" id="plotly"></script>', "'self'", "'self'"
     else:
         plotly, sources, connections = f"<script>{plotly_js()}</script>", _digest(plotly_js()), "'none'"
     policy = (

@@ -5,7 +5,6 @@ In: a store. Out: a local web server, until Ctrl-C.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import socket
@@ -30,9 +29,7 @@ def ui(
     store: StoreOption = "",
 ) -> None:
     """Look at runs in a browser: curves as they grow, comparisons, trajectories, lineage, promotion."""
-    import uvicorn
-
-    from cli.ui.server import create_app, is_loopback
+    from cli.ui.server import create_app, is_loopback, serve
 
     opened = open_named(run, store).store if run else open_named_store(store)
     token = os.environ.get(TOKEN_VARIABLE, "") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
@@ -56,8 +53,4 @@ def ui(
         import webbrowser
 
         webbrowser.open(address)
-    config = uvicorn.Config(
-        create_app(opened, host=host, token=token), log_level="warning", access_log=False, proxy_headers=False
-    )
-    with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+    serve(create_app(opened, host=host, token=token), listener)
