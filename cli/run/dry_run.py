@@ -100,26 +100,27 @@ def _memory(config: RunConfig, parameters: int | None) -> dict[str, float | None
     train = config.train
     if parameters is None:
         return dict.fromkeys(_MEMORY)
-    if not config.model:
-        hidden_size, num_layers = config.warmup.hidden_size, config.warmup.num_layers
-    else:
-        about = about_model(config)
-        hidden_size, num_layers = about["hidden_size"], about["num_hidden_layers"]
+    made: dict[str, Any] = {
+        "hidden_size": config.warmup.hidden_size,
+        "num_hidden_layers": config.warmup.num_layers,
+        "dtype": "float32",
+    }
+    about = about_model(config) if config.model else made
     copies = 1 + (train.reference.kind in ("base", "model")) + (train.ema is not None)
     weights = 4.0 * parameters * copies
     moments = 12 * (_ADAPTER_SHARE * parameters if train.lora is not None else parameters)
     if train.advantage.kind == "gae":
         weights, moments = weights + 4 * parameters, moments + 12 * parameters
-    kept_bytes = _KEPT_BYTES * num_layers
+    kept_bytes = _KEPT_BYTES * about["num_hidden_layers"]
     if train.activation_checkpointing:
-        kept_bytes = _CHECKPOINTED_BYTES * num_layers + _KEPT_BYTES
+        kept_bytes = _CHECKPOINTED_BYTES * about["num_hidden_layers"] + _KEPT_BYTES
     width = 1 if train.dtype == "bfloat16" else 2
-    dtype = str(config.engine.vllm.get("dtype", "bfloat16"))
+    dtype = config.engine.vllm.get("dtype", about.get("dtype") or about.get("torch_dtype"))
     values = (
         parameters,
         weights / train.num_ranks,
         moments / train.num_ranks,
-        width * hidden_size * train.tokens_per_microbatch * kept_bytes,
+        width * about["hidden_size"] * train.tokens_per_microbatch * kept_bytes,
         parameters * (4 if dtype == "float32" else 2),
     )
     return dict(zip(_MEMORY, values, strict=True))

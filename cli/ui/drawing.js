@@ -89,6 +89,7 @@ const withError = score => fixed(score.score) + (isNumber(score.standard_error) 
 
 // ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 const answers = new Map();   // address → what the server said last, and its tag
+let waited = 0;   // for answers, in milliseconds
 
 /* A part of the data, from the report itself or from the server; `path` is such as ["runs", name, "steps"]. */
 async function get(path, query = {}) {
@@ -100,7 +101,9 @@ async function get(path, query = {}) {
   const asked = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value !== false));
   const address = `/api/${path.map(encodeURIComponent).join("/")}${asked.size ? `?${asked}` : ""}`;
   const known = answers.get(address);
+  const begun = performance.now();
   const response = await fetch(address, { cache: "no-store", headers: known ? { "If-None-Match": known.tag } : {} });
+  waited += performance.now() - begun;
   if (response.status === 304) return known.value;
   const value = await answerOf(response);
   if (response.headers.has("ETag") && !asked.size) answers.set(address, { tag: response.headers.get("ETag"), value });

@@ -2,7 +2,7 @@
    `#compare=A,B`, with `&attempt=ID` over it; without any, every run. A report has one run and no server. */
 
 const head = document.querySelector("header.top"), nav = document.querySelector("nav"), foot = document.querySelector("footer");
-const SECONDS = 5;   // between looks
+const SECONDS = 5, MOST_SECONDS = 60, SHARE = 0.01;   // between looks; of the server's time that looking may take
 let sections = [], follow = async () => {};   // of the route that is shown
 
 const here = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
@@ -311,7 +311,8 @@ function askForToken() {
 addEventListener("hashchange", route);
 if (inlined) foot.replaceChildren(`Made ${date(inlined.made_at)} by `, code(`millrace report ${inlined.run}`), " from the run's log and shards.");
 else (async function look() {
+  const before = waited;
   if (!document.hidden) await follow().catch(() => {});   // a server that is away is asked again
-  setTimeout(look, 1000 * SECONDS);
+  setTimeout(look, Math.min(Math.max(1000 * SECONDS, (waited - before) / SHARE), 1000 * MOST_SECONDS));
 })();
 route();
