@@ -367,9 +367,21 @@ def _run_facts(log: RunLog) -> dict[str, Any]:
 
 
 def _runs_table(runs: list[dict[str, Any]]) -> Table:
-    names = ("run", "workflow", "", "steps", "attempts", "held-out", "tasks", "champion", "last entry")
+    champions = any(run["champion"] is not None for run in runs)
+    names = [
+        "run",
+        "workflow",
+        "",
+        "steps",
+        "attempts",
+        "held-out",
+        "tasks",
+        *["champion"][: int(champions)],
+        "last entry",
+    ]
     table = plain_table(*names, right=("steps", "attempts", "tasks", "champion"))
     for run in runs:
+        champion = "-" if run["champion"] is None else str(run["champion"])
         scores = [run["accuracy_before"], run["accuracy_after"]][-run["evaluations"] :]
         table.add_row(
             run["run"],
@@ -379,7 +391,7 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
             f"{run['trajectories']:,}",
             "-" if scores[0] is None else " → ".join(number(score, digits=3) for score in scores),
             "-" if run["accuracy_tasks"] is None else str(run["accuracy_tasks"]),
-            "-" if run["champion"] is None else str(run["champion"]),
+            *([champion] if champions else []),
             "-" if run["last_entry_at"] is None else ago(time.time() - run["last_entry_at"]),
         )
     return table

@@ -42,7 +42,7 @@ def produce(
 
 def once(
     run: Annotated[str, typer.Argument(help="A run; `millrace train FILE steps=0` makes one without training it.")],
-    n: Annotated[int, typer.Option("--n", min=0, help="Prompts to attempt, each as often as the run does.")] = 1,
+    n: Annotated[int, typer.Option("--n", min=1, help="Prompts to attempt, each as often as the run does.")] = 1,
     store: StoreOption = "",
 ) -> None:
     """Attempt a run's first prompts once with its live policy and show everything; nothing is committed."""

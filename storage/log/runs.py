@@ -71,8 +71,7 @@ def create_run(
     Raises `RunExists`, which names the keys that differ and a free run id, `RunBusy`, and `InvalidInput` for an
     unusable id.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id):
-        raise InvalidInput(f"run id {run_id!r}: use letters, digits, dot, dash and underscore, at most 100")
+    check_run_id(run_id)
     folder = (folder or Path.cwd()).absolute()
     frozen = recorded_paths(_frozen(config), folder)
     document = {"run_id": run_id, "folder": str(folder), "config": frozen, "config_sha256": sha256_of_json(frozen)}
@@ -85,6 +84,12 @@ def create_run(
             remove_run(log)
         return create_run(store, run_id, config, folder=folder, defaults=defaults)
     return open_run(store, run_id)
+
+
+def check_run_id(run_id: str) -> None:
+    """Raise `InvalidInput` for a name that cannot be a folder's in every store."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id):
+        raise InvalidInput(f"run = {run_id!r}: use letters, digits, dot, dash and underscore, at most 100")
 
 
 def continues(log: RunLog, config: dict[str, Any], *, defaults: dict[str, Any] | None = None) -> bool:

@@ -34,6 +34,7 @@ from settings.places.state_folder import home, store_uri
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
+from storage.log.runs import check_run_id
 from storage.objects.hub import check_on_hub
 from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store, probe
@@ -58,6 +59,7 @@ def check_run(config: RunConfig) -> Workflow:
     Raises `InvalidInput`, `NotFound` or `StoreError` for the first thing that will not work; an error of the user's
     code is an `InvalidInput` with its file and line.
     """
+    check_run_id(config.run)
     loaded = load_workflow(config)
     tasks = load_tasks(loaded, config)
     check_tool_parser(config.engine.tool_parser)
@@ -67,7 +69,8 @@ def check_run(config: RunConfig) -> Workflow:
         raise InvalidInput(f"{config.workflow} has no demonstrations(); write it, or set `model` in the run file")
     else:
         with errors_of_users(f"{config.workflow}.demonstrations(1, seed=0)", loaded.demonstrations):
-            loaded.demonstrations(1, seed=0)
+            if not loaded.demonstrations(1, seed=0):
+                raise InvalidInput(f"{config.workflow}.demonstrations(1, seed=0) returned no conversation")
     check_lengths(config)
     check_engine_arguments(config.engine.vllm)
     check_devices(config)

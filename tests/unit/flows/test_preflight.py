@@ -7,16 +7,22 @@ from typing import Any
 
 import pytest
 
+from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
 from rollouts.production.engine_choice import fitted_to_model, model_config, num_positions
 from rollouts.workflow import Score, Workflow
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig, load_run_file
 from storage.objects.object_store import LocalStore, StoreError
-from storage.records import Task
+from storage.records import Message, Task
 from tasks.checks import preflight, trial
 from tests.builders import a_config
 from tests.unit.trainers.builders import tiny_model
+
+
+class Silent(Arithmetic):
+    def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
+        return []
 
 
 def _config(**values: Any) -> RunConfig:
@@ -43,6 +49,10 @@ def test_what_cannot_work_is_refused_and_the_rest_passes(tmp_path: Path) -> None
         preflight.check_run(_config(store=str(tmp_path), tool_parser="hermess"))
     with pytest.raises(ValueError, match=r"no_such_module:loss' cannot be imported"):
         preflight.check_run(_config(store=str(tmp_path), loss={"kind": "custom", "path": "no_such_module:loss"}))
+    with pytest.raises(InvalidInput, match="run = 'a/b c': use letters"):
+        preflight.check_run(_config(store=str(tmp_path), run="a/b c"))
+    with pytest.raises(InvalidInput, match=r"Silent\.demonstrations\(1, seed=0\) returned no conversation"):
+        preflight.check_run(a_config(workflow=f"{__name__}:Silent", store=str(tmp_path)))
 
 
 def test_lengths_that_were_set_must_fit_the_model_and_others_are_cut_to_it(tmp_path: Path) -> None:
