@@ -179,6 +179,10 @@ class Evaluation:
     standard_error: float | None = None
     """Standard error of the score, over tasks; None with fewer than two."""
     num_shards: int = 1
+    pass_all: dict[str, float] = field(default_factory=dict)
+    """k → pass^k, the unbiased estimate of how often all of k attempts are correct; k as in `pass_at`."""
+    maj_at: dict[str, float] = field(default_factory=dict)
+    """k → maj@k: how often the answer that most of k attempts gave is correct; empty if no attempt has a vote."""
 
     @property
     def shard_ids(self) -> list[str]:
