@@ -33,7 +33,7 @@ def _with_checked_numbers(schema: Any, cls: type[BaseModel]) -> Any:
         return schema
     whole_numbers = schema.get("type") == "literal" and any(isinstance(each, int) for each in schema["expected"])
     if schema.get("type") in ("int", "float") or whole_numbers:
-        return core_schema.no_info_before_validator_function(_number, schema)  # type: ignore[arg-type]
+        return core_schema.no_info_before_validator_function(_number, schema)
     return {key: _with_checked_numbers(value, cls) for key, value in schema.items()}
 
 
