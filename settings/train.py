@@ -64,8 +64,8 @@ class TrainSettings(Block):
     decoupled: DecoupledSettings | None = None
     """Decoupled PPO; with `stale_policy = "correct"` it is on."""
     reject: list[RejectSettings] = []
-    """Bounds that all have to be kept, `[[train.reject]]` for each: tokens or sequences too far from the policy that
-    sampled them are left out."""
+    """Bounds that all have to be kept, `[[train.reject]]` for each, or one `[train.reject]`: tokens or sequences too
+    far from the policy that sampled them are left out."""
     kl: KlSettings = KlSettings()
     """Penalty for leaving the reference."""
     reference: ReferenceSettings = ReferenceSettings()
@@ -142,6 +142,8 @@ class TrainSettings(Block):
             raise ValueError("train.kl without a coefficient and without a train.reference does nothing; set both")
         blocks = {name: {"kind": values[name]} for name in ("advantage", "loss") if isinstance(values.get(name), str)}
         filled = with_preset({**values, **blocks})
+        if isinstance(filled.get("reject"), dict):  # one table of its own, as `train.reject.high=2.0` makes it
+            filled["reject"] = [filled["reject"]]
         for name in ("advantage", "loss"):
             if isinstance(filled.get(name), dict):
                 filled[name] = {"kind": cls.model_fields[name].default.kind, **filled[name]}

@@ -71,3 +71,5 @@ def test_a_written_run_file_means_the_same(tmp_path):
     config = load_run_file({"workflow": "a:B"}, changes)
     (tmp_path / "whole.toml").write_text(as_toml(config))
     assert load_run_file(tmp_path / "whole.toml") == config
+    alone = load_run_file({"workflow": "a:B"}, {"train.reject.high": 2.0, "train.reject.over": "sequence_mean"})
+    assert [(rule.over, rule.low, rule.high) for rule in alone.train.reject] == [("sequence_mean", None, 2.0)]
