@@ -71,7 +71,7 @@ def out_of_bounds(
 def rejected(inputs: LossInputs, rules: Sequence[RejectSettings]) -> tuple[torch.Tensor, dict[str, float]]:
     """Trained tokens that break one of the rules, and their number as `rejected_fraction`; bool of shape [T].
 
-    DeepSeek-V3.2's off-policy sequence mask (https://arxiv.org/abs/2512.02556 eq. 9) is k1, `sequence_mean`, negative.
+    DeepSeek-V3.2's off-policy sequence mask (https://arxiv.org/abs/2512.02556) is k1, `sequence_mean`, negative.
     """
     trained_T = inputs.mask > 0
     rejected_T = torch.zeros_like(trained_T)

@@ -200,6 +200,23 @@ def test_cispo_counts_what_is_cut_on_either_side() -> None:
     assert cispo_loss(inputs, clip_high=0.28).sums["clip_fraction_low"] == 0
 
 
+def test_dppo_leaves_out_what_has_left_its_region_in_the_direction_of_its_advantage() -> None:
+    # From 0.1 to 0.3, up and down, 0.05, 0.26 and 0.24; 0.3 is over the cap of twice its old probability.
+    inputs = _by_ratio([3.0, 3.0, 0.5, 2.6, 2.4], [1, -1, -1, 1, 1])
+    moved = divergence("tv", inputs.logprobs.detach(), inputs.old_logprobs)
+    assert moved.tolist() == pytest.approx([0.2, 0.2, 0.05, 0.16, 0.14])
+    output = dppo_loss(inputs, divergence_T=moved, clip_low=0.04, clip_high=0.15, cap=2.0)
+    output.loss.backward()
+    assert inputs.logprobs.grad.tolist() == pytest.approx([0, 2, 0, 0, -2])
+    assert output.sums == {
+        "clip_fraction": 3,
+        "clip_fraction_low": 1,
+        "clip_fraction_low/of": 2,
+        "clip_fraction_high": 2,
+        "clip_fraction_high/of": 3,
+    }
+
+
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_value_loss_equals_numpy_in_value_and_gradient(clip: float | None) -> None:
     draw = np.random.default_rng(9)

@@ -99,7 +99,7 @@ def test_rejection_is_openrlhfs_gating(gating: Any, over: Any) -> None:
 
 
 def test_the_off_policy_sequence_mask_keeps_what_was_good() -> None:
-    """`get_off_policy_mask` of TRL 1.16's grpo_trainer.py, DeepSeek-V3.2 eq. 9; test_against_trl.py trains with it."""
+    """`get_off_policy_mask` of TRL 1.16's grpo_trainer.py, DeepSeek-V3.2; test_against_trl.py trains with it."""
     tokens = arrays(_LENGTHS, seed=6, token_level=False)
     kl = tokens["sampled_logprobs"] - tokens["logprobs"]
     low_kl = _by_sequence(tokens, lambda trained: kl[trained].mean() <= 0.05)
