@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millrace import Chat, InvalidInput, Message, Score, Task, Workflow, gsm8k, read_dataset, score
+from millrace import Chat, InvalidInput, Message, Score, Task, Workflow, final_answer, gsm8k, read_dataset, score
 
 INSTRUCTION = "Think step by step. Write the final answer as a number after ####."
 
@@ -27,7 +27,7 @@ class Gsm8k(Workflow):
 
     async def run(self, task: Task, chat: Chat) -> Score:
         reply = await chat.ask(f"{task.prompt}\n{INSTRUCTION}")
-        return await score(gsm8k, reply, task.answer)
+        return await score(gsm8k, reply, task.answer, vote=final_answer(reply))
 
     def reference_reply(self, task: Task, messages: Sequence[Message]) -> str:
         return task.answer

@@ -30,6 +30,9 @@ class Score:
     """Null means not applicable: the attempt is not trained and enters no mean."""
     parts: dict[str, float | None] = field(default_factory=dict)
     """Named components, for people and for later re-weighting."""
+    vote: str | None = None
+    """What the attempt answered, for the majority votes of an evaluation (maj@k): equal answers are equal texts. None:
+    it has no vote."""
 
 
 def as_score(returned: object, run: Callable[..., object]) -> Score:
@@ -41,6 +44,9 @@ def as_score(returned: object, run: Callable[..., object]) -> Score:
         rewards = {"reward": returned.reward, **returned.parts}
         if wrong := [name for name, value in rewards.items() if not isinstance(value, Real | None)]:
             what = f"{run.__qualname__} returned a Score whose {wrong[0]} is {rewards[wrong[0]]!r}, and not a number"
+            raise WrongWorkflow(f"{what}. It is at {place_of(run)}")
+        if not isinstance(returned.vote, str | None):
+            what = f"{run.__qualname__} returned a Score whose vote is {returned.vote!r}, and not a text"
             raise WrongWorkflow(f"{what}. It is at {place_of(run)}")
         return returned
     if not isinstance(returned, Real):

@@ -10,12 +10,13 @@ from settings.block import Block
 
 
 class GrpoAdvantage(Block):
-    """(r − mean of the group) / standard deviation. Dr. GRPO: `scale = "none"`."""
+    """(r − mean of the group) / standard deviation. Dr. GRPO: `scale = "none"`, MaxRL: `scale = "mean"`."""
 
     kind: Literal["grpo"] = "grpo"
     """Relative to the attempt's own group."""
-    scale: Literal["std", "batch", "none"] = "std"
-    """Divide by the group's standard deviation, by the batch's, or not at all (Dr. GRPO)."""
+    scale: Literal["std", "batch", "mean", "none"] = "std"
+    """Divide by the group's standard deviation, by the batch's, by the group's mean (MaxRL; rewards of at least 0), or
+    not at all (Dr. GRPO)."""
     ddof: Literal[0, 1] = 1
     """1: unbiased standard deviation, 0: of the population."""
     eps: float = Field(default=1e-4, ge=0)

@@ -13,13 +13,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("true and false are no numbers; write a number")
+    if isinstance(value, float) and value != value:
+        raise ValueError("NaN cannot be set; write a number")
+    return value
+
+
+def _with_checked_numbers(schema: Any, cls: type[BaseModel]) -> Any:
+    """The schema of `cls` with `_number` before every number in it; other models inside it have their own."""
+    if isinstance(schema, list):
+        return [_with_checked_numbers(each, cls) for each in schema]
+    if not isinstance(schema, dict) or schema.get("cls", cls) is not cls:
+        return schema
+    whole_numbers = schema.get("type") == "literal" and any(isinstance(each, int) for each in schema["expected"])
+    if schema.get("type") in ("int", "float") or whole_numbers:
+        return core_schema.no_info_before_validator_function(_number, schema)
+    return {key: _with_checked_numbers(value, cls) for key, value in schema.items()}
 
 
 class Block(BaseModel):
-    """A table of the run file; an unknown key is an error."""
+    """A table of the run file. An unknown key is an error; so are true, false and NaN where a number is meant."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        checked: CoreSchema = _with_checked_numbers(handler(source), cls)
+        return checked
 
 
 OTHER_WORDS = {
@@ -63,6 +89,7 @@ OTHER_WORDS = {
     "num_iterations": "train.num_epochs",
     "num_steps": "steps",
     "num_train_epochs": "steps",
+    "off_policy_mask_threshold": "train.reject",
     "output_dir": "store",
     "peft_config": "train.lora",
     "ppo_epochs": "train.num_epochs",
@@ -70,6 +97,8 @@ OTHER_WORDS = {
     "ppo_mini_batch_size": "train.num_minibatches",
     "report_to": "tracking.also",
     "rollout_n": "n_samples",
+    "rollout_rs": "train.reject",
+    "rollout_rs_threshold": "train.reject",
     "save_steps": "train.checkpoint_every",
     "scale_rewards": "train.advantage.scale",
     "tensor_model_parallel_size": "engine.vllm.tensor_parallel_size",
@@ -140,7 +169,7 @@ def _walk(table: dict[str, Any], tables: dict[str, Any], *, prefix: str, kind: s
             continue
         default = field.get("default")
         kinds = field.get("discriminator", {}).get("mapping", {})
-        inner = [] if kinds else [tables[_name(part)] for part in [field, *field.get("anyOf", [])] if "$ref" in part]
+        inner = [] if kinds else [tables[_name(part)] for part in _parts(field) if "$ref" in part]
         written = "must be set" if name in required else _written(default["kind"] if kinds and default else default)
         key = Key(
             name=f"{prefix}{name}.kind" if kinds else f"{prefix}{name}",
@@ -150,12 +179,17 @@ def _walk(table: dict[str, Any], tables: dict[str, Any], *, prefix: str, kind: s
             default=written,
             help=" ".join(field.get("description", "").split()),
         )
-        if not inner or "anyOf" in field:
+        if not inner or "anyOf" in field or "items" in field:
             yield key
         for variant in inner:
             yield from _walk(variant, tables, prefix=f"{prefix}{name}.", kind=kind)
         for variant, reference in kinds.items():
             yield from _walk(tables[_name({"$ref": reference})], tables, prefix=f"{prefix}{name}.", kind=variant)
+
+
+def _parts(field: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a value may be, or what a list of them may hold."""
+    return [field, *field.get("anyOf", []), field.get("items", {})]
 
 
 def _name(part: dict[str, Any]) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from settings.block import Block
 
@@ -55,6 +55,21 @@ class SapoLoss(Block):
     """Temperature of the gate where it is negative."""
 
 
+class DppoLoss(Block):
+    """A trust region by how far the token's probability has moved, instead of a clip of its ratio."""
+
+    kind: Literal["dppo"] = "dppo"
+    """Per token."""
+    divergence: Literal["tv", "binary_kl"] = "tv"
+    """|π − π_old| of the sampled token, or KL(π_old ‖ π) of "this token or another"."""
+    clip_low: float = Field(default=0.15, gt=0)
+    """A token with a negative advantage that has fallen by more has no gradient; 0.05 is usual for `binary_kl`."""
+    clip_high: float = Field(default=0.15, gt=0)
+    """A token with a positive advantage that has risen by more has none."""
+    cap: float = Field(default=20.0, ge=1)
+    """Largest importance weight."""
+
+
 class SftLoss(Block):
     """Negative log-likelihood of the replies worth imitating."""
 
@@ -75,7 +90,41 @@ class CustomLoss(Block):
     """Handed to it by name."""
 
 
-Loss = Annotated[ClipLoss | GspoLoss | CispoLoss | SapoLoss | SftLoss | CustomLoss, Field(discriminator="kind")]
+Loss = Annotated[
+    ClipLoss | GspoLoss | CispoLoss | SapoLoss | DppoLoss | SftLoss | CustomLoss, Field(discriminator="kind")
+]
+
+
+Statistic = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl"]
+Over = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
+
+
+class RejectSettings(Block):
+    """Tokens or sequences out of bounds have no part in the policy's term; denominators count them still."""
+
+    statistic: Statistic = "ratio"
+    """Of a token, r = π / π_sampled: r itself; −ln r (`k1`); ln² r / 2 (`k2`); r − 1 − ln r (`k3`); |π − π_sampled|
+    (`tv`); KL(π_sampled ‖ π) of "this token or another" (`binary_kl`)."""
+    over: Over = "token"
+    """Each token by its own, or all of a sequence by the sum, mean or maximum over it; of ratios `sequence_sum` is the
+    product and `sequence_mean` the geometric mean."""
+    low: float | None = None
+    """Rejected below this."""
+    high: float | None = None
+    """Rejected above this; at least one of the two is needed."""
+    policy: Literal["current", "proximal"] = "current"
+    """Whose π: the policy being trained, or that of `train.decoupled`, as the step began."""
+    advantage: Literal["any", "negative"] = "any"
+    """`negative`: tokens with an advantage of at least 0 are never rejected."""
+
+    @model_validator(mode="after")
+    def _has_bounds(self) -> Self:
+        if self.low is None and self.high is None:
+            raise ValueError("it rejects nothing without a bound; set low or high")
+        unmoved = 1 if self.statistic == "ratio" else 0
+        if (self.low is not None and unmoved < self.low) or (self.high is not None and unmoved > self.high):
+            raise ValueError(f"{self.statistic} is {unmoved} where no probability has moved, which this would reject")
+        return self
 
 
 class DecoupledSettings(Block):
@@ -106,3 +155,6 @@ class KlSettings(Block):
     weighted: bool = False
     """Multiply each token's estimate by the probability ratio, gradient and all: k1 and k3 then have the gradient of
     KL(policy ‖ reference), off policy too (DeepSeek-V3.2; TRL's default)."""
+    gradient: Literal["estimator", "k2"] = "estimator"
+    """In the loss: the estimator's own, or that of k2 under the estimator's value, whose mean is that of KL(policy ‖
+    reference) on policy (verl's `k3+`, OpenRLHF's unbiased gradient)."""

@@ -28,7 +28,13 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "advantage": [{**_GRPO, "eps": 1e-6, "singleton": "reward"}, _RLOO, _REINFORCE, _GAE],
         "loss": [{**_CLIP, "dual_clip": 3.0}, {"kind": "cispo", "clip_low": 0.2, "clip_high": 0.2}, _SAPO],
         "aggregation": "token_mean",
-        "kl": {"estimator": "k3", "place": "loss", "clamp": 10.0, "weighted": False},
+        "kl": [
+            {"estimator": "k3", "place": "loss", "clamp": 10.0, "weighted": False},
+            {"place": "loss", "clamp": None, "weighted": False},
+            {"estimator": "k1", "place": "reward", "clamp": None, "weighted": False},
+            {"estimator": "k3", "clamp": 10.0, "weighted": False},
+            {"clamp": None, "weighted": False},
+        ],
         "critic": {"clip": 0.5},
     },
     "openrlhf": {
@@ -39,7 +45,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "critic": {"clip": 0.5},
     },
 }
-"""A list holds one block for each `kind` the system has conventions for."""
+"""A list holds a block for each `kind`, or estimator and place of the KL, that the system has conventions for."""
+_CHOICES = ("kind", "estimator", "place")
 
 
 def with_preset(table: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +60,7 @@ def with_preset(table: dict[str, Any]) -> dict[str, Any]:
     for name, convention in _PRESETS.get(preset, {}).items() if isinstance(preset, str) else ():
         given = table.get(name, convention if isinstance(convention, str) else {})
         is_block = isinstance(given, dict) and not isinstance(convention, str)
-        filled[name] = {**_block(convention, given.get("kind")), **given} if is_block else given
+        filled[name] = {**_block(convention, given), **given} if is_block else given
     return filled
 
 
@@ -62,7 +69,8 @@ def under_preset(table: dict[str, Any], preset: str) -> dict[str, Any]:
     changed = {**table, "preset": preset}
     for name, convention in _PRESETS.get(preset, {}).items():
         own = table[name]
-        changed[name] = {**own, **_block(convention, own.get("kind"))} if isinstance(own, dict) else convention
+        kind = {"kind": own["kind"]} if isinstance(own, dict) and "kind" in own else {}
+        changed[name] = {**own, **_block(convention, kind)} if isinstance(own, dict) else convention
     return changed
 
 
@@ -71,8 +79,11 @@ def conventions_for(name: str) -> list[dict[str, Any]]:
     return [preset[name] for preset in _PRESETS.values() if name in preset]
 
 
-def _block(convention: Any, kind: str | None) -> dict[str, Any]:
-    """What a convention says about a block of this kind; of several kinds the first where none is given."""
+def _block(convention: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What a convention says about a block; of several the first that `given` does not contradict."""
     if isinstance(convention, dict):
         return convention
-    return next((block for block in convention if kind in (None, block["kind"])), {})
+    for block in convention:
+        if all(given.get(key, block[key]) == block[key] for key in _CHOICES if key in block):
+            return {**block}
+    return {}

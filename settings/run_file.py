@@ -102,6 +102,11 @@ class RunConfig(Settings):
                 f"train.advantage.k = {advantage.k} is not below n_samples = {self.n_samples}: every mixed group would "
                 "pass, and teach nothing; lower the one or raise the other"
             )
+        if getattr(advantage, "scale", "") == "mean" and self.reward.overlong_tokens and self.reward.overlong_penalty:
+            problems.append(
+                'train.advantage.scale = "mean" is for rewards of at least 0, and reward.overlong_tokens takes some '
+                "off; leave the one or the other out"
+            )
         if advantage.kind == "remax" and self.reward.weights.get(advantage.baseline_part, 1.0) != 0:
             problems.append(
                 f"train.advantage.kind = 'remax': its baseline would count as reward; set "
@@ -223,12 +228,12 @@ def as_toml(config: RunConfig) -> str:
     return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
 
 
-def _without_none(table: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in table.items()
-        if value is not None
-    }
+def _without_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_none(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return value
 
 
 def make_config(document: dict[str, Any], *, source: str) -> RunConfig:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from settings.advantage import Advantage, GrpoAdvantage
 from settings.block import Block
-from settings.loss import ClipLoss, DecoupledSettings, KlSettings, Loss
+from settings.loss import ClipLoss, DecoupledSettings, KlSettings, Loss, RejectSettings
 from settings.presets import Preset, conventions_for, with_preset
 
 StalePolicy = Literal["strict", "mask", "correct"]
@@ -63,6 +63,9 @@ class TrainSettings(Block):
     sequences of token sums, or that divided by `sampling.max_tokens` (Dr. GRPO)."""
     decoupled: DecoupledSettings | None = None
     """Decoupled PPO; with `stale_policy = "correct"` it is on."""
+    reject: list[RejectSettings] = []
+    """Bounds that all have to be kept, `[[train.reject]]` for each, or one `[train.reject]`: tokens or sequences too
+    far from the policy that sampled them are left out."""
     kl: KlSettings = KlSettings()
     """Penalty for leaving the reference."""
     reference: ReferenceSettings = ReferenceSettings()
@@ -102,6 +105,9 @@ class TrainSettings(Block):
     which the shard is quarantined before it trains anything."""
     tokens_per_microbatch: int = Field(default=4096, ge=16)
     """Tokens of the attempts in one forward pass; bounds memory, changes nothing else."""
+    balance: Literal["tokens", "flops"] = "tokens"
+    """What ranks get evenly: tokens, or arithmetic, in which a token of a long row counts more for its attention, and
+    packs of about as much of it then run at the same time. The last digits depend on it."""
     num_ranks: int = Field(default=1, ge=1)
     """Trainer processes the model is sharded over (FSDP2)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -136,6 +142,8 @@ class TrainSettings(Block):
             raise ValueError("train.kl without a coefficient and without a train.reference does nothing; set both")
         blocks = {name: {"kind": values[name]} for name in ("advantage", "loss") if isinstance(values.get(name), str)}
         filled = with_preset({**values, **blocks})
+        if isinstance(filled.get("reject"), dict):  # one table of its own, as `train.reject.high=2.0` makes it
+            filled["reject"] = [filled["reject"]]
         for name in ("advantage", "loss"):
             if isinstance(filled.get(name), dict):
                 filled[name] = {"kind": cls.model_fields[name].default.kind, **filled[name]}
@@ -149,11 +157,16 @@ class TrainSettings(Block):
         advantage, kl, loss, reference = self.advantage, self.kl, self.loss, self.reference
         if kl.coefficient and reference.kind == "none":
             problems.append('kl.coefficient needs a reference: set train.reference.kind = "base"')
-        if kl.weighted and kl.place == "reward":
-            problems.append('kl.weighted is about a term of the loss; set kl.place = "loss" or leave it out')
+        for name in ("weighted",) * kl.weighted + ("gradient",) * (kl.gradient == "k2"):
+            if kl.place == "reward":
+                problems.append(f'kl.{name} is about a term of the loss; set kl.place = "loss" or leave it out')
         unused = advantage.kind in ("distill", "pass_at_k") or getattr(advantage, "per_reward", False)
         if kl.coefficient and kl.place == "reward" and (unused or loss.kind == "sft"):
             problems.append('kl.place = "reward" does nothing for this loss and advantage; set kl.place = "loss"')
+        if kl.coefficient and kl.place == "reward" and getattr(advantage, "scale", "") == "mean":
+            problems.append('advantage.scale = "mean" is for rewards of at least 0; set kl.place = "loss"')
+        if self.decoupled is None and any(rule.policy == "proximal" for rule in self.reject):
+            problems.append('train.reject with policy = "proximal" needs train.decoupled; set it, or "current"')
         silent = [CriticSettings(), *(CriticSettings(**convention) for convention in conventions_for("critic"))]
         if self.critic not in silent and advantage.kind != "gae":
             problems.append('train.critic is for advantage.kind = "gae"; leave it out')

@@ -141,6 +141,8 @@ class Trajectory:
     """The error, if the status names a failure."""
     excluded: bool = False
     """True if `rollout.exclude_statuses` names this status: the attempt is counted, and not trained."""
+    vote: str | None = None
+    """What it answered, for the majority votes of an evaluation; shards do not keep it."""
 
     @property
     def usable(self) -> bool:

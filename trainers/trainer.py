@@ -29,7 +29,7 @@ from trainers.data.samples import Samples
 from trainers.data.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
 from trainers.health import FiniteCheck, GapMeter, NonFinite, rows_to_probe
 from trainers.kept_policy import KeptPolicy
-from trainers.model.batches import Pack, packs_of
+from trainers.model.batches import Pack, Spread, attention_length, packs_of
 from trainers.model.distributed import choose_device, keep_freed_memory, shard, start_process_group, sum_over_ranks
 from trainers.model.lora import without_adapters
 from trainers.model.model import PolicyModel, load_model
@@ -85,6 +85,8 @@ class Trainer:
             self.critic = Critic(folder, settings, mesh=self._mesh)
             self._optimizers.append((self.critic.optimizer, settings.critic.learning_rate))
         self._sum = functools.partial(sum_over_ranks, device=self.device)
+        by_work = {"attention_length": attention_length(self.model.causal_lm)} if settings.balance == "flops" else {}
+        self._spread = Spread(rank=dist.get_rank(), world_size=dist.get_world_size(), **by_work)
 
     def step(
         self, samples: Samples, *, step: int, base_version: int, max_staleness: float, max_gap: float = math.inf
@@ -341,8 +343,7 @@ class Trainer:
             mask_T=mask_T,
             values=values,
             budget=self._settings.tokens_per_microbatch,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
+            spread=self._spread,
             device=self.device,
         )
 

@@ -93,6 +93,8 @@ def run_status(log: RunLog, config: dict[str, Any] | None = None) -> dict[str, A
         "accuracy_attempts_per_task": (last.n_samples or None) if last else None,
         "accuracy_standard_error": last.standard_error if last else None,
         "pass_at": last.pass_at if last else None,
+        "pass_all": last.pass_all if last else None,
+        "maj_at": last.maj_at if last else None,
         "evaluations": len(state.evaluations),
         "failed_evaluations": sum(evaluation.failed for evaluation in state.evaluations),
         "peak_memory_bytes": int(max((step.metrics["peak_memory_bytes"] for step in state.steps), default=0)),

@@ -108,6 +108,8 @@ def held_out(evaluation: Evaluation) -> tuple[str, str]:
     score = f"held-out {f'avg@{evaluation.n_samples} ' if several else ''}{evaluation.score:.3f}{error}"
     facts = [f"on {counted(evaluation.num_tasks, 'task')}" + (f" × {evaluation.n_samples} attempts" if several else "")]
     facts += [f"pass@{k} {chance:.3f}" for k, chance in evaluation.pass_at.items() if several]
+    for name, chances in (("pass^", evaluation.pass_all), ("maj@", evaluation.maj_at)):
+        facts += [f"{name}{k} {chance:.3f}" for k, chance in list(chances.items())[-1:] if several]  # of most attempts
     if evaluation.num_failed:
         facts.append(f"{evaluation.num_failed} failed" + (f" ({counts})" if counts else ""))
     return score, ", ".join([*facts, f"{evaluation.seconds:.1f} s"])

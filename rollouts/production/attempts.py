@@ -119,7 +119,10 @@ class Player:
                 )
             for trajectory, score in zip(usable, scores, strict=True):
                 parts = {**trajectory.reward_parts, **score.parts}
-                changed[trajectory.attempt] = dataclasses.replace(trajectory, reward=score.reward, reward_parts=parts)
+                vote = trajectory.vote if score.vote is None else score.vote
+                changed[trajectory.attempt] = dataclasses.replace(
+                    trajectory, reward=score.reward, reward_parts=parts, vote=vote
+                )
         return [changed.get(trajectory.attempt, trajectory) for trajectory in trajectories]
 
     async def _attempt(self, task: Task, group_id: str, attempt: int, sampling: Sampling, is_eval: bool) -> Trajectory:
@@ -172,6 +175,7 @@ class Player:
             finished_at=time.time(),
             error=error,
             excluded=not is_eval and status in limits.exclude_statuses,
+            vote=score.vote,
         )
 
     def _stop_if_told(self, exception: Exception, task: Task) -> None:

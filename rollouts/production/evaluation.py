@@ -13,8 +13,10 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from fractions import Fraction
+
+import numpy as np
 
 from rollouts.production.attempts import Player, token_bytes
 from settings.errors import InvalidInput, UserError, in_one_line
@@ -26,6 +28,7 @@ from storage.shards.codec import summarise
 CORRECT = 1.0
 """An attempt with at least this reward is correct, for pass@k."""
 GROUPS_PER_SHARD = 256
+_MOST_VOTES = 500
 LONGEST_ERROR = 500  # characters
 
 Commit = Callable[[str, list[RolloutGroup], float], Awaitable[object]]
@@ -47,6 +50,49 @@ def pass_at_k(*, num_attempts: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_attempts - num_correct, k) / math.comb(num_attempts, k)
 
 
+def pass_hat_k(*, num_attempts: int, num_correct: int, k: int) -> float:
+    """Chance that all of `k` attempts, drawn as for `pass_at_k`, are correct: C(c, k) / C(n, k), unbiased.
+
+    τ-bench's pass^k, arXiv 2406.12045. With 2 of 5 attempts correct and k = 2 it is 1/10.
+    """
+    return math.comb(num_correct, k) / math.comb(num_attempts, k)
+
+
+def majority_at_k(answers: Sequence[tuple[int, int]], *, num_attempts: int, ks: Sequence[int]) -> list[float]:
+    """maj@k for each k: the chance that the commonest answer of `k` attempts, drawn as for `pass_at_k`, is correct.
+
+    `answers` has, for each answer, how many attempts gave it and how many of those are correct; attempts without one
+    are drawn and do not vote. Of answers that are equally common each is as likely. An answer drawn t times wins
+    against those drawn less often, which are counted by how many attempts they leave undrawn and how many draw level.
+    """
+    sizes, most = [size for size, _ in answers], max(ks)
+    silent = num_attempts - sum(sizes)
+    chances = [0.0] * len(ks)
+    for number, (size, num_correct) in enumerate(answers):
+        for times in range(1, min(size, most) + 1) if num_correct else ():
+            ways_Q = _ways_to_lose(sizes[:number] + sizes[number + 1 :], silent, times=times, most=most - times)
+            for i, k in enumerate(ks):
+                if k >= times:
+                    drawn = math.comb(size, times) / math.comb(num_attempts, k) * ways_Q[k - times]
+                    chances[i] += num_correct / size * float(drawn)
+    return chances
+
+
+def _ways_to_lose(sizes: Sequence[int], silent: int, *, times: int, most: int) -> np.ndarray:
+    """Ways to draw q = 0 … `most` attempts so that no answer is drawn more than `times`, each over 1 + the number of
+    answers drawn exactly so often. Shape [most + 1]."""
+    ways_LQ = np.zeros((most // times + 1, most + 1))  # by how many draw level, and how many are drawn
+    ways_LQ[0, 0] = 1.0
+    for size, votes in [*((size, True) for size in sizes), (silent, False)]:
+        before_LQ, ways_LQ = ways_LQ, np.zeros_like(ways_LQ)
+        for drawn in range(min(size, most, times if votes else most) + 1):
+            level = int(votes and drawn == times)
+            end_L, end_Q = len(before_LQ) - level, most + 1 - drawn
+            ways_LQ[level:, drawn:] += math.comb(size, drawn) * before_LQ[:end_L, :end_Q]
+    shared_Q: np.ndarray = (ways_LQ / np.arange(1, len(ways_LQ) + 1)[:, None]).sum(0)
+    return shared_Q
+
+
 class Tally:
     """The numbers of an evaluation, one group at a time. Sums are exact: the order of the groups changes no digit."""
 
@@ -55,6 +101,7 @@ class Tally:
         self._sum = Fraction()
         self._sum_of_squares = Fraction()
         self._num_correct: Counter[int] = Counter()
+        self._answers: Counter[tuple[tuple[int, int], ...]] = Counter()
         self.num_tasks = 0
         self.failures: Counter[str] = Counter()
         self.last_error = ""
@@ -66,6 +113,7 @@ class Tally:
         self._sum += mean
         self._sum_of_squares += mean * mean
         self._num_correct[sum(reward >= CORRECT for reward in rewards)] += 1
+        self._answers[_answers(group)] += 1
         self.num_tasks += 1
         self.failures.update(summarise(group).failures)
         for attempt in group.trajectories:
@@ -85,16 +133,48 @@ class Tally:
         return math.sqrt(variance / self.num_tasks)
 
     @property
+    def _ks(self) -> list[int]:
+        return [2**power for power in range(self._n_samples.bit_length())]
+
+    @property
     def pass_at(self) -> dict[str, float]:
         """Mean pass@k over problems for k = 1, 2, 4, … up to the attempts per problem."""
+        return self._mean_chances(pass_at_k)
+
+    @property
+    def pass_all(self) -> dict[str, float]:
+        """Mean pass^k, for the same k."""
+        return self._mean_chances(pass_hat_k)
+
+    @property
+    def maj_at(self) -> dict[str, float]:
+        """Mean maj@k, for the same k; empty without votes, and above 500 attempts, whose ways no float counts."""
+        if self._n_samples > _MOST_VOTES or not any(self._answers):
+            return {}
+        rows = [
+            [count * chance for chance in majority_at_k(answers, num_attempts=self._n_samples, ks=self._ks)]
+            for answers, count in self._answers.items()
+        ]
+        return {str(k): math.fsum(column) / self.num_tasks for k, *column in zip(self._ks, *rows, strict=True)}
+
+    def _mean_chances(self, chance: Callable[..., float]) -> dict[str, float]:
         means = {}
-        for k in [2**power for power in range(self._n_samples.bit_length())]:
+        for k in self._ks:
             chances = [
-                count * pass_at_k(num_attempts=self._n_samples, num_correct=num_correct, k=k)
+                count * chance(num_attempts=self._n_samples, num_correct=num_correct, k=k)
                 for num_correct, count in self._num_correct.items()
             ]
             means[str(k)] = math.fsum(chances) / self.num_tasks
         return means
+
+
+def _answers(group: RolloutGroup) -> tuple[tuple[int, int], ...]:
+    """Of each answer that got a vote, how many attempts gave it, and how many of them are correct; sorted."""
+    votes: dict[str, list[bool]] = {}
+    for attempt in group.usable:
+        if attempt.vote is not None and attempt.reward is not None:
+            votes.setdefault(attempt.vote, []).append(attempt.reward >= CORRECT)
+    return tuple(sorted((len(correct), sum(correct)) for correct in votes.values()))
 
 
 async def evaluate_tasks(
@@ -171,6 +251,8 @@ async def evaluate_tasks(
         last_error=tally.last_error,
         standard_error=tally.standard_error,
         num_shards=num_shards,
+        pass_all=tally.pass_all,
+        maj_at=await asyncio.to_thread(lambda: tally.maj_at),  # seconds, for many answers to many problems
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import dataclasses
 import inspect
 import itertools
 import json
@@ -249,15 +250,16 @@ class RewardPool:
 _POOL: contextvars.ContextVar[RewardPool] = contextvars.ContextVar("reward_pool")
 
 
-async def score(reward: Callable[..., Any], *arguments: Any) -> Score:
+async def score(reward: Callable[..., Any], *arguments: Any, vote: str | None = None) -> Score:
     """Score inside a workflow: `return await score(gsm8k, reply, task.answer)`.
 
     `reward` is a module-level function that returns a number, None for not applicable, or a dictionary of named parts.
+    With `vote=final_answer(reply)` an evaluation counts majority votes, see `Score`.
     """
-    return await _POOL.get().score(reward, *arguments)
+    return dataclasses.replace(await _POOL.get().score(reward, *arguments), vote=vote)
 
 
-async def score_all(parts: Mapping[str, Part]) -> Score:
+async def score_all(parts: Mapping[str, Part], *, vote: str | None = None) -> Score:
     """Several rewards at once, by name; the reward is the sum of those that apply, None if none does.
 
         return await score_all({
@@ -276,7 +278,7 @@ async def score_all(parts: Mapping[str, Part]) -> Score:
         if isinstance(value, BaseException):
             raise value
         named |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-    return Score(reward=weighted_sum(named, {}), parts=named)
+    return Score(reward=weighted_sum(named, {}), parts=named, vote=vote)
 
 
 def set_reward_pool(pool: RewardPool) -> None:

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import json
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 Record = TypeVar("Record")
+
+LATER = {"later": True}
+"""Metadata of a field that is written only if it is not empty: entries from before it keep their bytes."""
 
 Outcome = Literal["finished", "stopped", "failed"]
 """How a session ended: with all its steps, because a user asked, or with an error."""
@@ -179,6 +182,10 @@ class Evaluation:
     standard_error: float | None = None
     """Standard error of the score, over tasks; None with fewer than two."""
     num_shards: int = 1
+    pass_all: dict[str, float] = field(default_factory=dict, metadata=LATER)
+    """k → pass^k, the unbiased estimate of how often all of k attempts are correct; k as in `pass_at`."""
+    maj_at: dict[str, float] = field(default_factory=dict, metadata=LATER)
+    """k → maj@k: how often the answer that most of k attempts gave is correct; empty if no attempt has a vote."""
 
     @property
     def shard_ids(self) -> list[str]:
@@ -382,7 +389,9 @@ _BODIES: dict[str, msgspec.json.Decoder[Any]] = {
 
 def encode_entry(body: Entry, *, number: int, written_at: float) -> bytes:
     """An entry's document, with the bytes that Python's `json` writes: every version writes the same."""
-    document = {"number": number, "kind": _KINDS[type(body)], "written_at": written_at, "body": to_json(body)}
+    later = {each.name for each in fields(body) if each.metadata.get("later")}
+    values = {name: value for name, value in to_json(body).items() if value or name not in later}
+    document = {"number": number, "kind": _KINDS[type(body)], "written_at": written_at, "body": values}
     return json.dumps(document, separators=(",", ":")).encode()
 
 

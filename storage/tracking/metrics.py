@@ -49,7 +49,9 @@ def charted(entry: LogEntry) -> tuple[int, dict[str, float]]:
             if evaluation.n_samples:
                 metrics["failed"] = evaluation.num_failed / (evaluation.num_tasks * evaluation.n_samples)
             if not evaluation.failed:  # the score 0 would look like a bad policy
-                metrics |= {"score": evaluation.score, **{f"pass_at_{k}": p for k, p in evaluation.pass_at.items()}}
+                metrics["score"] = evaluation.score
+                for name in ("pass_at", "pass_all", "maj_at"):
+                    metrics |= {f"{name}_{k}": chance for k, chance in getattr(evaluation, name).items()}
                 if evaluation.standard_error is not None:
                     metrics["standard_error"] = evaluation.standard_error
             return evaluation.version, {f"eval/{evaluation.split}/{name}": value for name, value in metrics.items()}

@@ -87,6 +87,8 @@ _EVALUATIONS_SCHEMA = pa.schema(
         ("failures", pa.map_(pa.string(), pa.int32())),
         ("last_error", pa.string()),
         ("standard_error", pa.float64()),
+        ("pass_all", pa.map_(pa.string(), pa.float64())),
+        ("maj_at", pa.map_(pa.string(), pa.float64())),
         ("written_at", pa.timestamp("us")),
     ]
 )
@@ -273,8 +275,7 @@ def _evaluations(entries: Sequence[LogEntry]) -> pa.Table:
         {
             **to_json(evaluation),
             "shard_ids": evaluation.shard_ids,
-            "pass_at": list(evaluation.pass_at.items()),
-            "failures": list(evaluation.failures.items()),
+            **{name: list(getattr(evaluation, name).items()) for name in ("pass_at", "pass_all", "maj_at", "failures")},
             "written_at": _microseconds(entry.written_at),
         }
         for entry in entries

@@ -110,6 +110,15 @@ _SCENARIOS = {
     ),
     "critic_of_masked_ranks": Scenario(settings={"advantage": {"kind": "gae"}}, rows=_only_one_group_has_rewards),
     "critic": Scenario(settings={"advantage": {"kind": "gae"}}),
+    "dppo_by_flops_within_bounds": Scenario(
+        settings={
+            "loss": {"kind": "dppo"},
+            "reject": [{"over": "sequence_mean", "low": 0.9, "high": 1.05}],
+            "advantage": {"kind": "grpo", "scale": "mean"},
+            "balance": "flops",
+            "num_minibatches": 2,
+        }
+    ),
     "lora": Scenario(settings={"lora": {"rank": 4}}),
 }
 _RESUMED: dict[str, object] = {

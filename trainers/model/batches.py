@@ -7,13 +7,15 @@ In: samples, and arrays with one value per token of them. Out: `Pack`s, equally 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
-from trainers.data.packing import distribute_groups, pack_groups, position_ids, shared_tokens
+from trainers.data.packing import distribute_groups, pack_groups, position_ids, shared_tokens, work_of
 from trainers.data.samples import Samples
 from trainers.model.attention import Layout
 
@@ -44,6 +46,33 @@ class Pack:
         out_T[self.tokens[inner] + 1] = values_T.detach().double().cpu().numpy()[inner]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How rows are spread over ranks."""
+
+    rank: int
+    world_size: int
+    attention_length: float = math.inf  # ranks get as much arithmetic (`packing.work_of`); infinite: as many tokens
+
+
+def attention_length(causal_lm: nn.Module) -> float:
+    """The length of a row at which its attention takes as much arithmetic as all else, for full causal attention.
+
+    A row of L tokens takes 2 P L multiplications and additions, P the weights that a token meets, and 2 q L² for its
+    attention, q the width of all heads of all layers, as a token sees half of the row on average.
+    """
+    config = causal_lm.config.get_text_config()
+    heads, inputs = config.num_attention_heads, causal_lm.get_input_embeddings().weight
+    width = config.num_hidden_layers * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    met = 0.0
+    for parameter in causal_lm.parameters():
+        if parameter.ndim == 2 and (parameter is not inputs or config.tie_word_embeddings):
+            met += parameter.numel()
+        elif parameter.ndim == 3:  # experts, of which a token meets a few
+            met += parameter.numel() / len(parameter) * getattr(config, "num_experts_per_tok", len(parameter))
+    return met / width
+
+
 def packs_of(
     samples: Samples,
     rows: np.ndarray,
@@ -51,16 +80,19 @@ def packs_of(
     mask_T: np.ndarray,
     values: Mapping[str, np.ndarray],
     budget: int,
-    rank: int,
-    world_size: int,
+    spread: Spread,
     device: torch.device,
 ) -> Iterator[Pack]:
     """This rank's packs of `rows`, which are whole groups; all ranks get equally many, so that collectives match.
     `mask_T` and each of `values` hold one number per token of the samples, at the token itself."""
     lengths = _num_predicting(samples, rows)
-    shares = _rows_by_rank(samples.groups_B[rows], lengths, world_size=world_size)
+    work = work_of(lengths, attention_length=spread.attention_length)
+    shares = _rows_by_rank(samples.groups_B[rows], work, world_size=spread.world_size)
     packed = [pack_groups(lengths[share], samples.groups_B[rows[share]], budget=budget) for share in shares]
-    mine = [rows[shares[rank][pack]] for pack in packed[rank]]
+    if math.isfinite(spread.attention_length):
+        for share, packs in zip(shares, packed, strict=True):
+            packs.sort(key=lambda pack: -work[share[pack]].sum())
+    mine = [rows[shares[spread.rank][pack]] for pack in packed[spread.rank]]
     for pack in mine:
         yield build_pack(samples, pack, mask_T=mask_T, values=values, device=device)
     shortest = rows[[int(np.argmin(lengths))]]
@@ -109,11 +141,11 @@ def _num_predicting(samples: Samples, rows: np.ndarray) -> np.ndarray:
     return np.maximum(1, np.diff(samples.offsets)[rows] - 1)
 
 
-def _rows_by_rank(groups_R: np.ndarray, lengths_R: np.ndarray, *, world_size: int) -> list[np.ndarray]:
+def _rows_by_rank(groups_R: np.ndarray, work_R: np.ndarray, *, world_size: int) -> list[np.ndarray]:
     """Which of the rows each rank takes; a group's rows stay together."""
     if world_size == 1:
         return [np.arange(len(groups_R))]
     groups, group_R = np.unique(groups_R, return_inverse=True)
-    tokens_G = np.bincount(group_R, weights=lengths_R, minlength=len(groups)).astype(np.int64)
-    shares = distribute_groups(tokens_G, num_ranks=world_size)
+    work_G = np.bincount(group_R, weights=work_R, minlength=len(groups)).astype(np.int64)
+    shares = distribute_groups(work_G, num_ranks=world_size)
     return [np.flatnonzero(np.isin(group_R, share)) for share in shares]

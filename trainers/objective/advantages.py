@@ -101,9 +101,9 @@ class _Groups:
         self.differs_G = self._extreme("amax", -torch.inf) > self._extreme("amin", torch.inf)
         """Whether a group has two rewards that differ."""
         self.differs_B = self.known_B & self.differs_G[self.group_B]
-        mean_B = self.sum(self.values_B) / self.size_B.clamp(min=1)
+        self.mean_B = self.sum(self.values_B) / self.size_B.clamp(min=1)
         # Equal rewards leave rounding noise behind: dividing it by eps, or by Adam, would invent a preference.
-        self.centred_B = torch.where(self.differs_B, self.values_B - mean_B, 0.0)
+        self.centred_B = torch.where(self.differs_B, self.values_B - self.mean_B, 0.0)
 
     def sum(self, x_B: torch.Tensor) -> torch.Tensor:
         """Sum over the known attempts of each one's group."""
@@ -119,20 +119,27 @@ class _Groups:
 
 
 def _grpo(groups: _Groups, *, scale: str, ddof: int, eps: float, singleton: str) -> torch.Tensor:
-    """GRPO: A = (r − mean_g) / (std + eps), with `scale="none"` Dr. GRPO: A = r − mean_g.
+    """GRPO: A = (r − mean_g) / (std + eps), with `scale="none"` Dr. GRPO: A = r − mean_g, with "mean" MaxRL: that /
+    mean_g.
 
     The deviation is the group's, or with `scale="batch"` that of all rewards of the batch; `ddof` 1 is unbiased.
     `singleton` says what a group's only reward gets: 0, or itself as if mean and deviation were 0 and 1 (verl).
 
     GRPO: https://arxiv.org/abs/2402.03300 eq. 3 · Dr. GRPO: https://arxiv.org/abs/2503.20783 ·
-    batch: https://arxiv.org/abs/2508.08221
+    batch: https://arxiv.org/abs/2508.08221 · MaxRL: https://arxiv.org/abs/2602.02710
     """
-    if scale == "none":
-        spread_B = lone_B = torch.ones_like(groups.values_B)
+    spread_B = lone_B = torch.ones_like(groups.values_B)
+    if scale == "mean":
+        if groups.values_B.min() < 0:
+            raise InvalidInput(
+                'train.advantage.scale = "mean" is for rewards of at least 0 (MaxRL), and there is one of '
+                f"{groups.values_B.min():g}; add to them with reward.bias, or use another scale"
+            )
+        spread_B = torch.where(groups.differs_B, groups.mean_B, 1)  # rewards that differ have a mean above 0
     elif scale == "std":
         variance_B = groups.sum(groups.centred_B**2) / (groups.size_B - ddof).clamp(min=1)
         spread_B, lone_B = variance_B.sqrt() + eps, torch.full_like(variance_B, 1 + eps)
-    else:
+    elif scale == "batch":
         known = groups.values_B[groups.known_B]
         # 1 if all are equal, so that nothing is divided by eps alone.
         deviation = float(known.std(correction=ddof)) if len(known.unique()) > 1 else 1.0

@@ -11,6 +11,7 @@ d = log π − log π_ref and ρ = π / π_old; means are over tokens that π_ol
     k3           e^−d − 1 + d  ≥ 0     KL(π ‖ π_ref)        ∇ KL(π_ref ‖ π), the other direction
     on or off policy
     ρ k1, ρ k3                         KL(π ‖ π_ref)        ∇ KL(π ‖ π_ref)
+    k1, k3 with the gradient of k2: the mean of the value is theirs, that of the gradient k2's; with ρ off policy, too
 
 Values: http://joschu.net/blog/kl-approx.html · gradients: https://arxiv.org/abs/2506.09477 · ρ k3: DeepSeek-V3.2,
 https://arxiv.org/abs/2512.02556. A gradient at each token leaves out what the token does to those after it.
@@ -35,11 +36,13 @@ def kl_estimate(
     estimator: Estimator,
     clamp: float | None = None,
     ratio_T: torch.Tensor | None = None,
+    gradient: Literal["estimator", "k2"] = "estimator",
 ) -> torch.Tensor:
     """Each token's estimate of KL(policy ‖ reference) in nats, 0 where masked; shape [T], differentiable.
 
     `clamp` bounds each to [−clamp, clamp]; a token beyond has no gradient. `ratio_T` is ρ with its gradient, which
-    multiplies the estimate.
+    multiplies the estimate. `gradient` "k2" puts that of k2, which no clamp cuts, under the value; the ratio then
+    multiplies it without a gradient of its own.
     """
     difference_T = torch.where(mask_T > 0, logprobs_T - reference_logprobs_T, 0)
     match estimator:
@@ -55,4 +58,9 @@ def kl_estimate(
             estimate_T = exponent_T.expm1() + difference_T
     if clamp is not None:
         estimate_T = estimate_T.clamp(-clamp, clamp)
-    return estimate_T if ratio_T is None else estimate_T * ratio_T
+    if ratio_T is not None:
+        estimate_T = estimate_T * ratio_T
+    if gradient == "k2":
+        moving_T = difference_T.square() / 2 * (1 if ratio_T is None else ratio_T.detach())
+        estimate_T = estimate_T.detach() + (moving_T - moving_T.detach())
+    return estimate_T

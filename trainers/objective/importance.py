@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from trainers.objective.losses import numbers
+from trainers.objective.rejection import out_of_bounds, over_sequences
 
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -67,15 +68,10 @@ def importance_weights(
     trained_T = mask_T > 0
     log_ratio_T = torch.where(trained_T, proximal_logprobs_T - sampled_logprobs_T, 0)
     size = log_ratio_T.abs().sum()
-    if correction in ("sequence_truncate", "sequence_mask"):
-        log_ratio_T = torch.zeros_like(log_ratio_T).index_add(0, sequences_T, log_ratio_T)[sequences_T]
-    raw_T = log_ratio_T.exp()
-    low = 0.0 if floor is None else floor
-    outside_T = trained_T & ((raw_T < low) | (raw_T > cap))
-    if correction in ("token_truncate", "sequence_truncate"):
-        weights_T = raw_T.clamp(low, cap)
-    else:
-        weights_T = torch.where(outside_T, 0, raw_T)
+    over, bounding = correction.split("_")
+    raw_T = over_sequences(log_ratio_T, trained_T, sequences_T, "token" if over == "token" else "sequence_sum").exp()
+    outside_T = out_of_bounds(raw_T, trained_T, low=floor, high=cap)
+    weights_T = raw_T.clamp(floor, cap) if bounding == "truncate" else torch.where(outside_T, 0, raw_T)
     weights_T = torch.where(trained_T, weights_T, 1)
     kept_T = torch.where(trained_T, weights_T, 0)
     return weights_T, numbers(

@@ -34,7 +34,8 @@ class LossInputs:
     weights: torch.Tensor
     """1 / denominator (`trainers.objective.aggregation.aggregation_weights`), counted before anything was masked."""
     importance: torch.Tensor
-    """π_proximal / π_sampled after its correction (trainers/objective/importance.py); 1 if not decoupled."""
+    """π_proximal / π_sampled after its correction (trainers/objective/importance.py), 1 if not decoupled; 0 where
+    `train.reject` leaves a token out, when a loss function is called."""
     sequences: torch.Tensor
     """int64: which sequence of the pack a token belongs to, from 0."""
     entropy: torch.Tensor
@@ -140,6 +141,33 @@ def sapo_loss(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -
     tau_T = torch.where(advantages_T > 0, ratio_T.new_full((), tau_positive), ratio_T.new_full((), tau_negative))
     gate_T = 4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1))
     return LossOutput(loss=_total(inputs, gate_T * advantages_T), sums={})
+
+
+def dppo_loss(
+    inputs: LossInputs, *, divergence_T: torch.Tensor, clip_low: float, clip_high: float, cap: float
+) -> LossOutput:
+    """DPPO: the importance weight is cut, and tokens that have left a trust region in the direction their advantage
+    pushes them have no gradient:
+
+    surrogate = sg(min(ρ, cap)) · A · logprobs, 0 where A > 0, ρ > 1 and D > clip_high, or A < 0, ρ < 1 and D > clip_low
+
+    `divergence_T` is D, how far the token's probability is from that of π_old (`rejection.divergence`). Only the
+    gradient is an estimate of an objective's, not the value. https://arxiv.org/abs/2602.04879
+    """
+    log_ratio_T = _log_ratio(inputs).detach()
+    logprobs_T, advantages_T = _trained(inputs.logprobs, inputs), _trained(inputs.advantages, inputs)
+    divergence_T = _trained(divergence_T.detach(), inputs)
+    is_high_T = (advantages_T > 0) & (log_ratio_T > 0) & (divergence_T > clip_high)
+    is_low_T = (advantages_T < 0) & (log_ratio_T < 0) & (divergence_T > clip_low)
+    weights_T = torch.where(is_high_T | is_low_T, 0, log_ratio_T.exp().clamp(max=cap))
+    sums = {
+        "clip_fraction": (is_low_T | is_high_T).sum(),
+        "clip_fraction_low": is_low_T.sum(),
+        "clip_fraction_low" + OF: (advantages_T < 0).sum(),
+        "clip_fraction_high": is_high_T.sum(),
+        "clip_fraction_high" + OF: (advantages_T > 0).sum(),
+    }
+    return LossOutput(loss=_total(inputs, weights_T * advantages_T * logprobs_T), sums=numbers(sums))
 
 
 def sft_loss(inputs: LossInputs) -> LossOutput:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from settings.advantage import GaeAdvantage
-from settings.loss import CispoLoss, ClipLoss, CustomLoss, GspoLoss, Loss, SapoLoss, SftLoss
+from settings.loss import CispoLoss, ClipLoss, CustomLoss, DppoLoss, GspoLoss, Loss, SapoLoss, SftLoss
 from settings.train import TrainSettings
 from trainers.model.batches import Pack
 from trainers.objective.custom_loss import load_loss
@@ -25,11 +25,13 @@ from trainers.objective.losses import (
     LossOutput,
     cispo_loss,
     clip_loss,
+    dppo_loss,
     gspo_loss,
     numbers,
     sapo_loss,
     sft_loss,
 )
+from trainers.objective.rejection import divergence, rejected
 
 OFF_POLICY = ("off_policy_kl", "ratio", "ratio_squared")
 """Names of what `off_policy_sums` adds up."""
@@ -78,12 +80,16 @@ def loss_inputs(
 
 
 def objective(inputs: LossInputs, settings: TrainSettings) -> LossOutput:
-    """A pack's share of the objective. Sums beside the loss's own: `approx_kl`, `entropy`, and `reference_kl` if there
-    is a reference."""
-    policy_inputs, selected_T = inputs, inputs.mask
+    """A pack's share of the objective. Sums beside the loss's own: `approx_kl`, `entropy`, `reference_kl` if there is a
+    reference, and `rejected_fraction` if there are bounds."""
+    policy_inputs, selected_T, reject_sums = inputs, inputs.mask, {}
     if inputs.selected is not None:
         policy_inputs = dataclasses.replace(inputs, importance=inputs.importance * inputs.selected)
         selected_T = inputs.mask * inputs.selected
+    if settings.reject:
+        rejected_T, reject_sums = rejected(inputs, settings.reject)
+        importance_T = torch.where(rejected_T, 0, policy_inputs.importance)
+        policy_inputs = dataclasses.replace(policy_inputs, importance=importance_T)
     output = policy_loss(policy_inputs, settings.loss)
     loss = output.loss
     trained_T = inputs.mask > 0
@@ -99,6 +105,7 @@ def objective(inputs: LossInputs, settings: TrainSettings) -> LossOutput:
             estimator=settings.kl.estimator,
             clamp=settings.kl.clamp,
             ratio_T=moved_T.exp() if settings.kl.weighted else None,
+            gradient=settings.kl.gradient,
         )
         sums["reference_kl"] = kl_T.sum()
         if settings.kl.coefficient and settings.kl.place == "loss":
@@ -108,13 +115,13 @@ def objective(inputs: LossInputs, settings: TrainSettings) -> LossOutput:
     if settings.entropy_bonus:
         assert inputs.entropy.requires_grad or not inputs.logprobs.requires_grad, "an entropy bonus without gradient"
         loss = loss - settings.entropy_bonus * (inputs.weights * selected_T * entropy_T).sum()
-    return LossOutput(loss=loss, sums={**numbers(sums), **output.sums})
+    return LossOutput(loss=loss, sums={**numbers(sums), **reject_sums, **output.sums})
 
 
 def moved_by_advantages_alone(settings: TrainSettings) -> bool:
     """True if a token with the advantage 0 has no gradient: `objective` is a multiple of it, and no critic learns."""
     with_kl = settings.kl.coefficient and settings.kl.place == "loss"
-    multiple = isinstance(settings.loss, ClipLoss | GspoLoss | CispoLoss | SapoLoss)
+    multiple = isinstance(settings.loss, ClipLoss | GspoLoss | CispoLoss | SapoLoss | DppoLoss)
     return multiple and not (with_kl or settings.entropy_bonus or isinstance(settings.advantage, GaeAdvantage))
 
 
@@ -134,6 +141,9 @@ def policy_loss(inputs: LossInputs, loss: Loss) -> LossOutput:
             return cispo_loss(inputs, clip_low=loss.clip_low, clip_high=loss.clip_high)
         case SapoLoss():
             return sapo_loss(inputs, tau_positive=loss.tau_positive, tau_negative=loss.tau_negative)
+        case DppoLoss(clip_low=low, clip_high=high, cap=cap):
+            divergence_T = divergence(loss.divergence, inputs.logprobs.detach(), inputs.old_logprobs)
+            return dppo_loss(inputs, divergence_T=divergence_T, clip_low=low, clip_high=high, cap=cap)
         case SftLoss():
             return sft_loss(inputs)
         case CustomLoss():

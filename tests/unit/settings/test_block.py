@@ -67,6 +67,9 @@ def test_run_files_are_read_one_over_the_other(tmp_path):
 
 def test_a_written_run_file_means_the_same(tmp_path):
     changes = {"train.loss": "gspo", "train.lora.rank": 4, "engine.vllm": {"dtype": "float32"}, "reward.clip": 2.0}
+    changes["train.reject"] = [{"statistic": "k3", "high": 0.1}, {"low": 0.5, "high": 2.0}]
     config = load_run_file({"workflow": "a:B"}, changes)
     (tmp_path / "whole.toml").write_text(as_toml(config))
     assert load_run_file(tmp_path / "whole.toml") == config
+    alone = load_run_file({"workflow": "a:B"}, {"train.reject.high": 2.0, "train.reject.over": "sequence_mean"})
+    assert [(rule.over, rule.low, rule.high) for rule in alone.train.reject] == [("sequence_mean", None, 2.0)]

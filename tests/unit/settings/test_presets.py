@@ -8,11 +8,20 @@ import pytest
 from pydantic import ValidationError
 
 from settings.advantage import GrpoAdvantage, OpoAdvantage, PassAtKAdvantage, ReinforceAdvantage
-from settings.loss import CispoLoss, ClipLoss, GspoLoss
+from settings.loss import CispoLoss, ClipLoss, GspoLoss, KlSettings
 from settings.presets import with_preset
 from settings.train import TrainSettings
 
 _PRESETS = ["trl", "verl", "openrlhf"]
+_VERL_KL: list[tuple[dict[str, Any], float | None]] = [
+    ({"coefficient": 0.1}, 10.0),
+    ({"estimator": "k1"}, None),
+    ({"estimator": "k2"}, None),
+    ({"estimator": "k3", "place": "reward"}, 10.0),
+    ({"estimator": "k2", "place": "reward"}, None),
+    ({"estimator": "k1", "clamp": 3.0}, 3.0),
+]
+"""What is set, and the clamp: `kl_penalty_forward` of verl 0.9.1's core_algos.py."""
 
 
 def _train(**table: Any) -> TrainSettings:
@@ -79,6 +88,11 @@ def test_what_the_run_file_says_counts_more(preset: str) -> None:
         # A kind with conventions of its own takes those.
         ({"preset": "trl", "loss": {"kind": "cispo"}}, CispoLoss(clip_low=None, clip_high=4.0)),
         ({"preset": "verl", "loss": {"kind": "cispo"}}, CispoLoss(clip_low=0.2, clip_high=0.2)),
+        # verl clamps its low_var_kl alone, and charges k1 to the reward.
+        *(
+            ({"preset": "verl", "kl": kl}, KlSettings(**{"estimator": "k3", "place": "loss", "clamp": clamp, **kl}))
+            for kl, clamp in _VERL_KL
+        ),
         # A kind that the preset says nothing about keeps our defaults.
         *(({"preset": preset, "advantage": {"kind": "opo"}}, OpoAdvantage()) for preset in _PRESETS),
         *(({"preset": preset, "advantage": {"kind": "pass_at_k"}}, PassAtKAdvantage()) for preset in _PRESETS),
@@ -88,8 +102,8 @@ def test_what_the_run_file_says_counts_more(preset: str) -> None:
     ],
 )
 def test_a_block_is_filled_in_by_its_kind(table: dict[str, Any], expected: Any) -> None:
-    settings = _train(**table)
-    assert (settings.advantage if "advantage" in table else settings.loss) == expected
+    settings = _train(**table, **({"reference": {"kind": "base"}} if "kl" in table else {}))
+    assert getattr(settings, next(name for name in ("advantage", "kl", "loss") if name in table)) == expected
 
 
 @pytest.mark.parametrize("preset", _PRESETS)
@@ -104,3 +118,11 @@ def test_a_preset_that_does_not_exist_is_refused_with_those_that_do() -> None:
         _train(preset="tlr")
     with pytest.raises(ValidationError, match="preset"):
         _train(preset=["trl"])
+
+
+def test_verls_penalty_in_the_reward_is_k1_where_no_estimator_is_set() -> None:
+    """`algorithm.kl_penalty` is `kl` by default, beside `kl_loss_type = low_var_kl`."""
+    kl = _train(preset="verl", kl={"coefficient": 0.1, "place": "reward"}, reference={"kind": "base"}).kl
+    assert (kl.estimator, kl.clamp) == ("k1", None)
+    kl = _train(preset="openrlhf", kl={"coefficient": 0.1, "estimator": "k2"}, reference={"kind": "base"}).kl
+    assert kl.clamp == 10.0, "OpenRLHF clamps all three"

@@ -1,5 +1,7 @@
 """A run file that cannot work is refused before anything starts, in a sentence that says what to change."""
 
+import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,8 @@ from typing import Any
 import pytest
 
 from settings.advantage import GrpoAdvantage
+from settings.block import Key
+from settings.block import keys as keys_of
 from settings.loss import CispoLoss, ClipLoss
 from settings.run_file import (
     ConfigError,
@@ -117,9 +121,24 @@ _DISTILL = "train.advantage = 'distill'; train.reference = {kind = 'model', mode
         ("train.kl.estimator = 'k1'", "train.kl without a coefficient and without a train.reference does"),
         (
             "train.advantage = {kind = 'grpo', scale = 'sdt'}",
-            "train.advantage.scale = 'sdt': Input should be 'std', 'batch' or 'none'",
+            "train.advantage.scale = 'sdt': Input should be 'std', 'batch', 'mean' or 'none'",
         ),
-        ("train.loss = 'ppo'", "train.loss.kind = 'ppo': there are 'clip', 'gspo', 'cispo', 'sapo', 'sft', 'custom'"),
+        (
+            "train.loss = 'ppo'",
+            "train.loss.kind = 'ppo': there are 'clip', 'gspo', 'cispo', 'sapo', 'dppo', 'sft', 'custom'",
+        ),
+        ("train.reject = [{}]", "train.reject.0 = {}: it rejects nothing without a bound; set low or high"),
+        ("train.reject = [{high = 0.5}]", "ratio is 1 where no probability has moved, which this would reject"),
+        ("train.reject = [{statistic = 'k3', low = 0.1}]", "k3 is 0 where no probability has moved"),
+        ("train.reject = [{high = 2, policy = 'proximal'}]", 'policy = "proximal" needs train.decoupled'),
+        (
+            "train = {kl = {coefficient = 0.1, place = 'reward', gradient = 'k2'}, reference = {kind = 'base'}}",
+            "kl.gradient is about a term of the loss",
+        ),
+        (
+            "train.advantage = {kind = 'grpo', scale = 'mean'}; reward.overlong_tokens = 8",
+            "is for rewards of at least 0, and reward.overlong_tokens takes some off",
+        ),
         (
             "train.loss = {kind = 'cispo', dual_clip = 3}",
             "train.loss.dual_clip: no such key here; it is for train.loss.kind = 'clip'",
@@ -252,3 +271,29 @@ def test_every_field_has_a_help_text_and_no_table_takes_unknown_keys() -> None:
     for name, table in schema["$defs"].items():
         assert table["additionalProperties"] is False, name
         assert [key for key, field in table["properties"].items() if not field.get("description")] == [], name
+
+
+_NUMBERS = [
+    key
+    for key in keys_of(RunConfig)
+    if re.search(r"integer|number|0 or 1", key.type) and not key.name.startswith("train.reject.")
+]
+
+
+@pytest.mark.parametrize("key", _NUMBERS, ids=lambda key: f"{key.kind}.{key.name}")
+def test_true_false_and_nan_are_no_numbers(key: Key) -> None:
+    """Python's True is 1: a run would train with it, and say nothing."""
+    table = key.name.rpartition(".")[0]
+    kind = {"train.reference.kind": "base", **({f"{table}.kind": key.kind} if key.kind else {})}
+    for value, words in ((True, "true and false are no numbers"), (False, "no numbers"), (float("nan"), "NaN cannot")):
+        with pytest.raises(ConfigError, match=rf"(?s){re.escape(key.name)}.*{words}"):
+            load_run_file({"workflow": "a:B"}, {**kind, key.name: value})
+
+
+def test_numbers_inside_tables_and_lists_are_checked_and_what_may_be_a_bool_is_one() -> None:
+    for changes in ({"reward.weights": {"style": True}}, {"train.reject": [{"high": True}]}):
+        with pytest.raises(ConfigError, match="true and false are no numbers"):
+            load_run_file({"workflow": "a:B"}, changes)
+    free = {"engine.vllm": {"enforce_eager": True}, "train.compile": True, "max_staleness": float("inf")}
+    config = load_run_file({"workflow": "a:B"}, free)
+    assert (config.engine.vllm, config.train.compile, config.max_staleness) == ({"enforce_eager": True}, True, math.inf)

@@ -27,9 +27,9 @@ def arrays(lengths: Sequence[int], *, seed: int = 0, spread: float = 0.5, token_
 
     old = draw.uniform(-3, -0.2, total)
     return {
-        "logprobs": old + draw.normal(0, spread, total),
+        "logprobs": np.minimum(-0.01, old + draw.normal(0, spread, total)),
         "old_logprobs": old,
-        "sampled_logprobs": old + draw.normal(0, 0.3, total),
+        "sampled_logprobs": np.minimum(-0.01, old + draw.normal(0, 0.3, total)),
         "reference_logprobs": old + draw.normal(0, 0.3, total),
         "advantages": per_token(-2, 2),
         "mask": (draw.random(total) < 0.8).astype(np.float64),

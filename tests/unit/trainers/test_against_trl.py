@@ -212,6 +212,10 @@ CASES: dict[str, tuple[Options, Options]] = {
         {"beta": 0.1, "use_bias_correction_kl": False},
         {**BASE, "kl": {"coefficient": 0.1, "weighted": False}},
     ),
+    "off_policy_mask_threshold": (
+        {"off_policy_mask_threshold": 0.0},
+        {"reject": [{"statistic": "k1", "over": "sequence_mean", "high": 0.0, "advantage": "negative"}]},
+    ),
     "entropy_coef": ({"entropy_coef": 0.05}, {"entropy_bonus": 0.05}),
     "scale_rewards none": ({"scale_rewards": "none"}, {"advantage": {"kind": "grpo", "scale": "none"}}),
     "scale_rewards batch": ({"scale_rewards": "batch"}, {"advantage": {"kind": "grpo", "scale": "batch"}}),

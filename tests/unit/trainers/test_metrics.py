@@ -29,6 +29,7 @@ def _documented() -> re.Pattern[str]:
         {"loss": {"kind": "clip", "dual_clip": 3.0}, "decoupled": {}, "num_minibatches": 2, "entropy_bonus": 0.01},
         {"loss": {"kind": "cispo"}, "decoupled": {"proximal": "loglinear"}},
         {"loss": {"kind": "gspo"}, "aggregation": "sequence_mean"},
+        {"loss": {"kind": "dppo"}, "reject": [{"high": 2.0}]},
         {"loss": {"kind": "sapo"}, "top_entropy_fraction": 0.5},
         {"loss": {"kind": "sft", "min_reward": 0.0}},
         {"advantage": {"kind": "gae"}},

@@ -103,12 +103,14 @@ def test_a_run_without_steps_has_nulls_and_an_unknown_one_lists_the_others(store
 
 def test_accuracies_are_those_of_the_first_and_last_version_that_has_a_score(log: RunLog) -> None:
     facts = {"num_tasks": 2, "n_samples": 2, "pass_at": {"1": 0.5, "2": 0.5}, "standard_error": 0.1}
+    facts |= {"pass_all": {"1": 0.5, "2": 0.25}, "maj_at": {"2": 0.75}}
     for version, score, num_failed in ((5, 0.9, 1), (0, 0.4, 0), (6, 0.0, 4)):
         log.append(an_evaluation(version, score, num_failed=num_failed, **facts))
     log.append(an_evaluation(5, 0.1, split="train", shard_id="of-another-split"))  # is no before and after
     numbers = run_status(log)
     assert (numbers["accuracy_before"], numbers["accuracy_after"], numbers["failed_evaluations"]) == (0.4, 0.9, 1)
     assert numbers["accuracy_standard_error"] == 0.1 and numbers["pass_at"] == {"1": 0.5, "2": 0.5}
+    assert (numbers["pass_all"], numbers["maj_at"]) == ({"1": 0.5, "2": 0.25}, {"2": 0.75})
     shown = _shown(status_table(numbers))
     shown = " ".join(shown.split())
     assert "0.400 → 0.900 ± 0.100 on 2 tasks of test × 2 attempts, policies 0 and 5" in shown

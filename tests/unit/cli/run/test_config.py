@@ -34,7 +34,7 @@ def test_a_table_a_key_and_all_of_them_are_listed():
         }
     ]
     kinds = [row["kind"] for row in json.loads(_config("train.loss.clip_low", "--json"))]
-    assert kinds == ["cispo", "clip", "gspo"]
+    assert kinds == ["cispo", "clip", "dppo", "gspo"]
 
 
 def test_an_unknown_key_names_the_nearest_one():

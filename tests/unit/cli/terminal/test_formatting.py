@@ -41,6 +41,8 @@ def test_an_evaluation_is_a_score_with_its_error_and_what_failed() -> None:
         "held-out avg@4 0.490 ± 0.035",
         "on 200 tasks × 4 attempts, pass@1 0.480, pass@2 0.600, pass@4 0.750, 3 failed (env_error 1, timeout 2), 4.8 s",
     )
+    voted = replace(several, num_failed=0, pass_all={"1": 0.48, "4": 0.25}, maj_at={"1": 0.48, "4": 0.5})
+    assert held_out(voted)[1].endswith("pass@4 0.750, pass^4 0.250, maj@4 0.500, 4.8 s")
     older = replace(one, n_samples=0, num_failed=2, pass_at={}, standard_error=None)
     assert held_out(older) == ("held-out 0.490", "on 200 tasks, 2 failed, 4.8 s")
     failed = replace(several, num_tasks=2, n_samples=2, num_failed=4, failures={"env_error": 4})

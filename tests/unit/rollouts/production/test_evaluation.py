@@ -8,6 +8,7 @@ import math
 import re
 import statistics
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production import evaluation
 from rollouts.production.attempts import Player
-from rollouts.production.evaluation import MixedVersions, Tally, evaluate_tasks, pass_at_k
+from rollouts.production.evaluation import (
+    MixedVersions,
+    Tally,
+    evaluate_tasks,
+    majority_at_k,
+    pass_at_k,
+    pass_hat_k,
+)
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
 from settings.evaluation import EvaluationSettings
@@ -30,7 +38,7 @@ from storage.log.entries import Evaluation, from_json, to_json
 from storage.log.run_log import RunLog
 from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.shards import commit_shard, read_shard
-from tests.builders import SAMPLING, a_config, a_group, a_log, a_policy_folder, provenance
+from tests.builders import SAMPLING, a_config, a_group, a_log, a_policy_folder, a_trajectory, provenance
 
 
 def test_pass_at_k_of_many_attempts_does_not_overflow():
@@ -47,6 +55,60 @@ def test_pass_at_k_is_the_share_of_the_subsets_with_a_correct_attempt(attempts: 
     drawn = [any(subset) for subset in itertools.combinations(attempts, k)]
     found = pass_at_k(num_attempts=len(attempts), num_correct=sum(attempts), k=k)
     assert found == pytest.approx(sum(drawn) / len(drawn), abs=1e-12)
+    all_right = [all(subset) for subset in itertools.combinations(attempts, k)]
+    found = pass_hat_k(num_attempts=len(attempts), num_correct=sum(attempts), k=k)
+    assert found == pytest.approx(sum(all_right) / len(drawn), abs=1e-12)
+
+
+@given(
+    votes=st.lists(st.sampled_from([None, "a", "b", "c", "d"]), min_size=1, max_size=9),
+    right=st.sets(st.integers(0, 8)),
+)
+def test_majority_at_k_is_the_mean_over_the_subsets_of_the_vote_with_ties_shared(
+    votes: list[str | None], right: set[int]
+):
+    """The value of an answer is the share of its attempts that are correct: as `calc_maj_val` of verl 0.9.1's
+    metric_utils.py, which draws at random, takes the first of a tie, and the first value of an answer."""
+    given = {
+        vote: [number in right for number, each in enumerate(votes) if each == vote] for vote in set(votes) - {None}
+    }
+    value = {vote: sum(correct) / len(correct) for vote, correct in given.items()}
+    ks = list(range(1, len(votes) + 1))
+    found = majority_at_k([(len(c), sum(c)) for c in given.values()], num_attempts=len(votes), ks=ks)
+    for k, chance in zip(ks, found, strict=True):
+        values = []
+        for subset in itertools.combinations(votes, k):
+            counts = Counter(vote for vote in subset if vote is not None)
+            most = [vote for vote, count in counts.items() if count == max(counts.values())]
+            values.append(sum(value[vote] for vote in most) / len(most) if most else 0.0)
+        assert chance == pytest.approx(statistics.mean(values), abs=1e-12)
+
+
+def test_majority_at_k_of_many_attempts_is_soon_known_and_right():
+    """500 attempts with 60 answers: drawing all, the commonest wins; of 1, each as often as it was given."""
+    answers = [(size, 0) for size in range(1, 27)] + [(40, 40), (30, 30)]
+    one, every = majority_at_k(answers, num_attempts=500, ks=[1, 500])
+    assert (one, every) == (pytest.approx(70 / 500, rel=1e-12), pytest.approx(1.0, rel=1e-9))
+
+
+def test_votes_are_of_usable_attempts_and_a_problem_without_any_counts_as_wrong():
+    def group(position: int, *attempts: tuple[str | None, float | None]) -> RolloutGroup:
+        made = [
+            a_trajectory(reward, attempt=number, vote=vote, status="ok" if reward is not None else "timeout")
+            for number, (vote, reward) in enumerate(attempts)
+        ]
+        return a_group(position, trajectories=made)
+
+    first = group(0, ("7", 1.0), ("7", 1.0), ("8", 0.0), ("8", None))
+    tally = _tally([first, group(1, (None, 1.0), (None, 0.0), (None, 0.0), (None, 0.0))], 4)
+    # Of the first's 6 pairs: 7 and 7; twice 7 with the silent one, and twice 7 or 8; 8 with the silent one.
+    assert tally.maj_at == {
+        "1": pytest.approx(0.25),
+        "2": pytest.approx((1 + 2 + 2 * 0.5) / 6 / 2),
+        "4": pytest.approx(0.5),
+    }
+    assert tally.pass_all == {"1": pytest.approx(3 / 8), "2": pytest.approx(1 / 6 / 2), "4": 0.0}
+    assert _tally([a_group(0)], 2).maj_at == {}, "nobody votes"
 
 
 def _tally(groups: Sequence[RolloutGroup], n_samples: int) -> Tally:
@@ -82,6 +144,7 @@ def test_the_order_in_which_groups_finish_changes_no_digit(problems: list[list[f
     shuffled = order.sample(groups, len(groups))
     one, other = _tally(groups, 3), _tally(shuffled, 3)
     assert (one.score, one.standard_error, one.pass_at) == (other.score, other.standard_error, other.pass_at)
+    assert (one.pass_all, one.maj_at) == (other.pass_all, other.maj_at)
     means = [sum(reward or 0.0 for reward in rewards) / 3 for rewards in problems]
     assert one.score == pytest.approx(statistics.mean(means), rel=1e-9, abs=1e-6)
     assert one.standard_error == pytest.approx(statistics.stdev(means) / math.sqrt(len(means)), rel=1e-6, abs=1e-6)
@@ -90,11 +153,13 @@ def test_the_order_in_which_groups_finish_changes_no_digit(problems: list[list[f
 class _Held(Workflow):
     """Problem 3 fails, 4 is answered with half a reward."""
 
+    vote: Any = "7"
+
     async def run(self, task: Task, chat: Chat) -> Score:
         await chat.ask(task.prompt)
         if task.id == "3":
             raise KeyError("held out by mistake")
-        return Score(reward={"4": 0.5}.get(task.id, float(workflow_context().attempt)))
+        return Score(reward={"4": 0.5}.get(task.id, float(workflow_context().attempt)), vote=self.vote)
 
 
 class _CountedPlayer(Player):
@@ -161,6 +226,8 @@ def test_an_evaluation_says_what_was_asked_and_what_failed_and_an_older_one_can_
     assert found.score == pytest.approx((3 * 0.5 + 0.0 + 0.5) / 5)
     assert found.standard_error == pytest.approx(statistics.stdev([0.5, 0.5, 0.5, 0.0, 0.5]) / math.sqrt(5))
     assert found.pass_at == {"1": pytest.approx(0.3), "2": pytest.approx(0.6)}
+    assert found.pass_all == {"1": pytest.approx(0.3), "2": 0.0}
+    assert found.maj_at == {"1": pytest.approx(0.3), "2": pytest.approx(0.3)}, "one answer, right in half its attempts"
     assert re.fullmatch(r"KeyError: 'held out by mistake' at tests/.*/test_evaluation.py:\d+", found.last_error)
     assert not found.failed and found.failure == ""
     assert (found.version, found.split, found.shard_ids) == (0, "test", ["eval0"])
@@ -169,6 +236,7 @@ def test_an_evaluation_says_what_was_asked_and_what_failed_and_an_older_one_can_
     old_fields = ("version", "split", "score", "num_tasks", "num_failed", "shard_id", "seconds")
     older = from_json(Evaluation, {key: value for key, value in to_json(found).items() if key in old_fields})
     assert (older.shard_ids, older.pass_at, older.standard_error, older.n_samples) == ([found.shard_id], {}, None, 0)
+    assert older.pass_all == older.maj_at == {}
 
 
 def test_thousands_of_problems_are_held_a_few_at_a_time_and_committed_in_pieces(tokens: ChatTokens):
@@ -255,6 +323,10 @@ def test_a_fault_of_the_workflow_and_an_empty_split_end_the_evaluation_with_thei
     with pytest.raises(WrongWorkflow, match="returned list"):
         asyncio.run(bench.evaluate(1000))
     assert bench.drawn < 30 and not bench.log.state.evaluations
+    number = _Held()
+    number.vote = 7
+    with pytest.raises(WrongWorkflow, match="returned a Score whose vote is 7, and not a text"):
+        asyncio.run(_Bench(tokens, number).evaluate(1))
     empty = _Bench(tokens)
     with pytest.raises(ValueError, match="'test' split is empty"):
         asyncio.run(empty.evaluate(0))

@@ -75,6 +75,7 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> _Mirror:
     log.append(a_step(log.state, a_claim(log.state, trained=["0.task1", "0.task3"], filtered=["0.task2"])))
     scored: dict[str, Any] = {"split": "test", "num_tasks": 2, "n_samples": 4, "seconds": 1.0}
     counts: dict[str, Any] = {"num_failed": 2, "failures": {"timeout": 2}, "pass_at": {"1": 0.5, "2": 0.75, "4": 1.0}}
+    counts |= {"pass_all": {"1": 0.5, "4": 0.25}, "maj_at": {"4": 0.75}}
     log.append(Evaluation(version=1, score=0.5, standard_error=0.25, shard_id="e0", **counts, **scored))
     log.append(Evaluation(version=2, score=0.0, num_failed=8, shard_id="e1", **scored))
     log.append(Alias(name="rollout", version=2, checksum="sum2"))
@@ -140,6 +141,7 @@ def test_configuration_and_metrics_are_shown(mirror: _Mirror):
     evaluation = {key.removeprefix("eval/test/"): value for key, value in run.data.metrics.items() if "eval/" in key}
     assert evaluation == {
         **{"score": 0.5, "standard_error": 0.25, "pass_at_1": 0.5, "pass_at_2": 0.75, "pass_at_4": 1.0},
+        **{"pass_all_1": 0.5, "pass_all_4": 0.25, "maj_at_4": 0.75},
         **{"tasks": 2.0, "seconds": 1.0, "failed": 1.0},
     }
     assert [(step, value) for step, value, _ in mirror.history("eval/test/failed")] == [(1, 0.25), (2, 1.0)]

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
-from tests.unit.trainers.builders import row_of, samples_of
-from trainers.model.batches import packs_of
+from tests.unit.trainers.builders import row_of, samples_of, tiny_model
+from trainers.model.batches import Spread, attention_length, packs_of
 
 _ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=24)
 """The group of each row, and the length of its reply."""
 
 
-@given(_ROWS, st.integers(1, 5), st.integers(12, 40))
+@given(_ROWS, st.integers(1, 5), st.integers(12, 40), st.sampled_from([math.inf, 5.0]))
 def test_groups_are_whole_on_one_rank_wherever_their_rows_stand(
-    rows: list[tuple[int, int]], num_ranks: int, budget: int
+    rows: list[tuple[int, int]], num_ranks: int, budget: int, attention: float
 ) -> None:
     samples = samples_of(
         [row_of([2] * length, group=group, attempt=number) for number, (group, length) in enumerate(rows)]
@@ -32,8 +39,7 @@ def test_groups_are_whole_on_one_rank_wherever_their_rows_stand(
                 mask_T=samples.mask_T,
                 values={},
                 budget=budget,
-                rank=rank,
-                world_size=num_ranks,
+                spread=Spread(rank=rank, world_size=num_ranks, attention_length=attention),
                 device=torch.device("cpu"),
             )
         )
@@ -48,3 +54,47 @@ def test_groups_are_whole_on_one_rank_wherever_their_rows_stand(
     assert sorted(seen) == list(range(len(rows)))
     assert all(len(ranks) == 1 for ranks in ranks_of.values())
     assert len(num_packs) == 1
+
+
+def _work(lengths: Sequence[int], attention: float) -> float:
+    return sum(length + length**2 / attention for length in lengths)
+
+
+def test_ranks_get_as_much_arithmetic_and_packs_of_about_as_much_meet() -> None:
+    """Two long rows and 20 short ones make 100 tokens a rank in two ways, each with most work on one."""
+    groups = enumerate([[60], [40], [5] * 12, [5] * 8])
+    samples = samples_of([row_of([2] * length, group=group) for group, rows in groups for length in rows])
+    busiest = {}
+    for attention in (math.inf, 10.0):
+        loads = []
+        for rank in (0, 1):
+            packs = packs_of(
+                samples,
+                np.arange(samples.num_rows),
+                mask_T=samples.mask_T,
+                values={},
+                budget=64,
+                spread=Spread(rank=rank, world_size=2, attention_length=attention),
+                device=torch.device("cpu"),
+            )
+            lengths = [np.bincount(pack.sequences.numpy()).tolist() for pack in packs if not pack.is_idle]
+            loads.append([_work(each, 10.0) for each in lengths])
+        busiest[attention] = max(map(sum, loads))
+        assert attention == math.inf or loads == [sorted(rank, reverse=True) for rank in loads]
+    assert busiest[10.0] < 0.9 * busiest[math.inf]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_length_of_even_attention_is_what_torch_counts(tmp_path: Path, tied: bool) -> None:
+    """transformers' own forward pass, whose attention computes the half that it masks: a L + b L², so a / b is half the
+    length at which causal attention takes as much as the rest."""
+    folder = tiny_model(tmp_path / "tiny", tied=tied)
+    model = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
+    flops = []
+    for length in (10, 20):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(input_ids=torch.ones(1, length, dtype=torch.long), use_cache=False)
+        flops.append(counter.get_total_flops())
+    b = (flops[1] / 20 - flops[0] / 10) / 10
+    a = flops[0] / 10 - 10 * b
+    assert attention_length(model) == pytest.approx(2 * a / b, rel=1e-3)

@@ -238,6 +238,31 @@ def test_equal_rewards_are_exactly_0_and_nearly_equal_ones_never_explode(name: s
     assert np.abs(_ours(name, [(0.1 + 0.2, 0, 1), (0.3, 0, 2), (0.3, 0, 2), (0.3, 1, 1), (1.3, 1, 1)])).max() < 2.5
 
 
+def test_divided_by_the_mean_it_is_maxrl() -> None:
+    """prime-rl 0.9's max_rl.py: (r − mean) / mean, 0 where the mean is not above 0. A rare success counts most."""
+    rewards, groups = [1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0.5, 1.5, NULL, 3], [0] * 4 + [1] * 4 + [2] * 2 + [3] * 3 + [4]
+    found = _of(GrpoAdvantage(scale="mean"), rewards, groups)
+    expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, -0.5, 0.5, 0, 0]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    with pytest.raises(ValueError, match='scale = "mean" is for rewards of at least 0 .* one of -1'):
+        _of(GrpoAdvantage(scale="mean"), [1, -1, 3], [0, 0, 0])
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
+def test_maxrl_follows_the_gradient_of_the_truncated_likelihood(chance: float) -> None:
+    """Over all draws of n attempts, right with this chance, the mean of Σ A ∇log π / n is Σ_{k < n} ∇pass@k / k: the
+    likelihood's, log p = −Σ_k (1 − p)^k / k, truncated. https://arxiv.org/abs/2602.02710"""
+    n, slopes = 4, {1: 1 - chance, 0: -chance}  # of log p and log(1 − p) by the logit of p
+    mean = 0.0
+    for draw in itertools.product([0, 1], repeat=n):
+        advantages = _of(GrpoAdvantage(scale="mean"), draw, [0] * n)
+        weight = math.prod(chance if right else 1 - chance for right in draw)
+        mean += weight * sum(a * slopes[right] for a, right in zip(advantages, draw, strict=True)) / n
+    by_logit = chance * (1 - chance)
+    expected = sum(k * (1 - chance) ** (k - 1) * by_logit / k for k in range(1, n))
+    assert mean == pytest.approx(expected, rel=1e-12)
+
+
 def test_advantages_by_hand() -> None:
     # One of n right: mean 1/n, variance 1/n. (1, 0): ±0.5 / (√0.5 + eps). (1, 0, 0, 0): std 0.5.
     pair, four = 0.5 / (math.sqrt(0.5) + 1e-4), 0.25 / (0.5 + 1e-4)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -60,13 +61,15 @@ def _distributions() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits.requires_grad_(), *(other.log_softmax(0) for other in others)
 
 
-def _mean(estimator: str, *, sampler: str, weighed: bool) -> tuple[float, torch.Tensor]:
+def _mean(
+    estimator: str, *, sampler: str, weighed: bool, gradient: Literal["estimator", "k2"] = "estimator"
+) -> tuple[float, torch.Tensor]:
     """The exact mean of the estimate over the sampled token, and of its gradient by the logits."""
     logits, reference, other = _distributions()
     logprobs = logits.log_softmax(0)
     old = logprobs.detach() if sampler == "policy" else other
     ratio = (logprobs - old).exp() if weighed else None
-    estimate = kl_estimate(logprobs, reference, torch.ones(7), estimator=estimator, ratio_T=ratio)
+    estimate = kl_estimate(logprobs, reference, torch.ones(7), estimator=estimator, ratio_T=ratio, gradient=gradient)
     mean = (old.exp() * estimate).sum()  # the sampling distribution is not differentiated, as in training
     return mean.item(), torch.autograd.grad(mean, logits)[0]
 
@@ -89,3 +92,22 @@ def test_means_and_gradients_over_a_distribution() -> None:
         mean, found = _mean(estimator, sampler=sampler, weighed=True)
         assert mean == pytest.approx(divergence.item(), rel=1e-12)
         close(found, slope)
+        # So they are with the gradient of k2, which alone is right on policy without the ratio.
+        mean, found = _mean(estimator, sampler=sampler, weighed=sampler == "another", gradient="k2")
+        assert mean == pytest.approx(divergence.item(), rel=1e-12)
+        close(found, slope)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_gradient_of_k2_under_another_value_is_verls_and_openrlhfs(estimator: str) -> None:
+    """`kl_penalty` of verl 0.9.1's core_algos.py with `k3+`; `compute_approx_kl` of OpenRLHF 0.11.2 with
+    `unbiased_gradient`, whose importance weight is cut at 10: no clamp cuts the gradient, and the value is exact."""
+    logprobs = torch.tensor([-1.0, -2.0, -9.0, -0.1], dtype=torch.float64, requires_grad=True)
+    reference, old = torch.tensor([-1.5, -1.0, -0.5, -8.0]).double(), torch.tensor([-1.2, -2.5, -9.0, -0.3]).double()
+    d, ones = (logprobs - reference).detach(), torch.ones(4)
+    for clamp, ratio in ((None, None), (3.0, None), (None, (logprobs - old).exp())):
+        options = {"estimator": estimator, "clamp": clamp, "ratio_T": ratio}
+        found = kl_estimate(logprobs, reference, ones, **options, gradient="k2")
+        assert torch.equal(found, kl_estimate(logprobs, reference, ones, **options))
+        (slope,) = torch.autograd.grad(found.sum(), logprobs)
+        torch.testing.assert_close(slope, d if ratio is None else d * ratio.detach())

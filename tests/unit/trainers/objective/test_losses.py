@@ -1,7 +1,9 @@
 """Each loss is its paper's, value and gradient, against numpy written from the formula; and masks leave no trace."""
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,11 +15,13 @@ from trainers.objective.losses import (
     LossOutput,
     cispo_loss,
     clip_loss,
+    dppo_loss,
     gspo_loss,
     sapo_loss,
     sft_loss,
     value_loss,
 )
+from trainers.objective.rejection import divergence
 
 LENGTHS = [7, 1, 12, 5, 20]
 
@@ -71,6 +75,24 @@ def _cispo_two_bounds(tokens: Arrays, fixed: Arrays) -> np.ndarray:
     return _ratios(fixed).clip(0.7, 1.28) * tokens["advantages"] * tokens["logprobs"]
 
 
+def _dppo(tokens: Arrays, fixed: Arrays, *, divergence: str, delta: float) -> np.ndarray:
+    """`compute_policy_loss_dppo_tv` and `_kl` of verl 0.9.1's core_algos.py, with clip_ratio_c = 1.5."""
+    prob, old = np.exp(fixed["logprobs"]), np.exp(fixed["old_logprobs"])
+    if divergence == "tv":
+        valid_positive, valid_negative = prob - old <= 0.7 * delta, prob - old >= -delta
+    else:
+        binary_kl = old * np.log(old / prob) + (1 - old) * np.log((1.0 - old + 1e-8) / (1.0 - prob + 1e-8))
+        valid_positive = (binary_kl <= 0.7 * delta) | (prob <= old)
+        valid_negative = (binary_kl <= delta) | (prob >= old)
+    valid = np.where(tokens["advantages"] > 0, valid_positive, valid_negative)
+    return tokens["advantages"] * _ratios(fixed).clip(max=1.5) * tokens["logprobs"] * valid
+
+
+def _dppo_of(inputs: LossInputs, kind: Literal["tv", "binary_kl"], delta: float) -> LossOutput:
+    moved = divergence(kind, inputs.logprobs.detach(), inputs.old_logprobs)
+    return dppo_loss(inputs, divergence_T=moved, clip_low=delta, clip_high=0.7 * delta, cap=1.5)
+
+
 def _sapo(tokens: Arrays, fixed: Arrays) -> np.ndarray:
     """https://arxiv.org/abs/2511.20347"""
     tau = np.where(tokens["advantages"] > 0, 1.0, 1.05)
@@ -88,6 +110,8 @@ LOSSES: dict[str, Loss] = {
     "gspo": lambda inputs: gspo_loss(inputs, clip_low=0.05, clip_high=0.1),
     "cispo": lambda inputs: cispo_loss(inputs, clip_high=0.28),
     "cispo of two bounds": lambda inputs: cispo_loss(inputs, clip_high=0.28, clip_low=0.3),
+    "dppo clip tv": lambda inputs: _dppo_of(inputs, "tv", 0.1),
+    "dppo clip kl": lambda inputs: _dppo_of(inputs, "binary_kl", 0.02),
     "sapo": lambda inputs: sapo_loss(inputs, tau_positive=1.0, tau_negative=1.05),
     "sft": sft_loss,
 }
@@ -98,6 +122,8 @@ CASES: list[tuple[str, Callable[[Arrays, Arrays], np.ndarray], bool]] = [
     ("gspo", _gspo_token, True),
     ("cispo", _cispo, True),
     ("cispo of two bounds", _cispo_two_bounds, True),
+    ("dppo clip tv", functools.partial(_dppo, divergence="tv", delta=0.1), True),
+    ("dppo clip kl", functools.partial(_dppo, divergence="kl", delta=0.02), True),
     ("sapo", _sapo, True),
     ("sft", _sft, True),
 ]
@@ -172,6 +198,23 @@ def test_cispo_counts_what_is_cut_on_either_side() -> None:
     sums = cispo_loss(inputs, clip_high=0.28, clip_low=0.8).sums
     assert sums == {"clip_fraction": 3, "clip_fraction_low": 1, "clip_fraction_high": 2}
     assert cispo_loss(inputs, clip_high=0.28).sums["clip_fraction_low"] == 0
+
+
+def test_dppo_leaves_out_what_has_left_its_region_in_the_direction_of_its_advantage() -> None:
+    # From 0.1 to 0.3, up and down, 0.05, 0.26 and 0.24; 0.3 is over the cap of twice its old probability.
+    inputs = _by_ratio([3.0, 3.0, 0.5, 2.6, 2.4], [1, -1, -1, 1, 1])
+    moved = divergence("tv", inputs.logprobs.detach(), inputs.old_logprobs)
+    assert moved.tolist() == pytest.approx([0.2, 0.2, 0.05, 0.16, 0.14])
+    output = dppo_loss(inputs, divergence_T=moved, clip_low=0.04, clip_high=0.15, cap=2.0)
+    output.loss.backward()
+    assert inputs.logprobs.grad.tolist() == pytest.approx([0, 2, 0, 0, -2])
+    assert output.sums == {
+        "clip_fraction": 3,
+        "clip_fraction_low": 1,
+        "clip_fraction_low/of": 2,
+        "clip_fraction_high": 2,
+        "clip_fraction_high/of": 3,
+    }
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])

@@ -19,6 +19,7 @@ LOSSES: list[dict[str, Any]] = [
     {"kind": "gspo", "clip_low": 0.02, "clip_high": 0.03},
     {"kind": "cispo", "clip_low": 0.5},
     {"kind": "sapo"},
+    {"kind": "dppo", "clip_low": 0.05, "clip_high": 0.05},
     {"kind": "sft"},
 ]
 
