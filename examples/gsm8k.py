@@ -14,11 +14,11 @@ INSTRUCTION = "Think step by step. Write the final answer as a number after ####
 
 
 class Gsm8k(Workflow):
-    """Needs `dataset` in the run file: a folder with train and test files, or a hub id such as openai/gsm8k."""
+    """Needs `dataset` in the run file: a folder with train and test files, or a hub id such as openai/gsm8k/main."""
 
     def tasks(self, split: str) -> Sequence[Task]:
         if self.dataset is None:
-            raise InvalidInput("dataset must be set: a folder with train.jsonl and test.jsonl, or openai/gsm8k")
+            raise InvalidInput("dataset must be set: a folder with train.jsonl and test.jsonl, or openai/gsm8k/main")
         rows = read_dataset(self.dataset, split, required=["question", "answer"])
         return [
             Task(id=f"{split}-{number}", prompt=row["question"], answer=row["answer"])

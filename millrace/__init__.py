@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from rollouts.chat.tools import Tool, ToolUnavailable, tool
     from rollouts.engines.engine import EngineError
     from rollouts.environments.agents import AgentFailed, AgentWorkflow, CommandWorkflow
-    from rollouts.environments.datasets import read_dataset, read_rows
+    from rollouts.environments.datasets import read_dataset
     from rollouts.environments.environments import Environment, EnvironmentWorkflow, Observation
+    from rollouts.environments.rows import read_rows
     from rollouts.environments.verifiers_environments import VerifiersWorkflow
     from rollouts.rewards.answers import exact, final_answer, gsm8k, matches, math_answer
     from rollouts.rewards.code_reward import unit_tests

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from examples.search_agent.passages import Passage, read_passages
 from examples.search_agent.world import DISTRACTIONS, RELATIONS, World, main, split_questions
-from rollouts.environments.datasets import read_rows
+from rollouts.environments.rows import read_rows
 
 
 def _graph(passages: list[Passage]) -> dict[tuple[str, str], set[str]]:

@@ -1,0 +1,119 @@
+"""The rows of one file of problems: JSON lines or Parquet, compressed or not.
+
+In: a file, and the keys that every row must have. Out: dictionaries. A broken line is an error that names it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from settings.errors import InvalidInput
+
+_COMPRESSIONS = (".gz", ".zst", ".bz2")
+_ENCODINGS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
+"""By the mark a file begins with; without one it is UTF-8."""
+
+
+def kind_of(file: Path) -> str:
+    """`.jsonl` or `.parquet`, also below a compression; empty for any other file."""
+    plain = file.with_suffix("") if file.suffix in _COMPRESSIONS else file
+    return plain.suffix if plain.suffix in (".jsonl", ".parquet") else ""
+
+
+def read_rows(file: Path, *, required: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of one JSONL or Parquet file, also of .jsonl.gz and .jsonl.zst.
+
+    Values of the keys in `required` are text: a number or a truth value as JSON writes it, a conversation that is one
+    message of the user as that message. A key may name a nested one: `reward_model.ground_truth`, under which its value
+    then is too. Other keys are as they are in the file.
+
+    Raises `InvalidInput` with the number of the line for what cannot be read, for a key that is missing or empty, and
+    for a value that is no text.
+    """
+    rows = []
+    for number, row in _parquet_rows(file) if kind_of(file) == ".parquet" else _json_rows(file):
+        where = f"{file}, line {number}"
+        if not isinstance(row, dict):
+            raise InvalidInput(f"{where}: a {type(row).__name__} instead of an object with keys")
+        values = {key: _value(row, key) for key in required}
+        missing = [key for key, value in values.items() if value is None or not str(value).strip()]
+        if missing:
+            raise InvalidInput(f"{where}: {' and '.join(map(repr, missing))} missing or empty")
+        rows.append(row | {key: _as_text(value, key, where) for key, value in values.items()})
+    if not rows:
+        raise InvalidInput(f"{file} has no rows")
+    return rows
+
+
+def _value(row: Mapping[str, Any], key: str) -> Any:
+    """The value of a key, or of a nested one; None if there is none."""
+    if key in row or "." not in key:
+        return row.get(key)
+    head, _, rest = key.partition(".")
+    return _value(row[head], rest) if isinstance(row.get(head), Mapping) else None
+
+
+def _as_text(value: Any, key: str, where: str) -> str:
+    match value:
+        case str():
+            return value
+        case bool() | int() | float():
+            return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
+        case [{"role": "user", "content": str(content)}]:
+            return content
+        case [{"role": _}, *_]:
+            roles = ", ".join(str(each.get("role")) for each in value)
+            fix = f"leave {key!r} out of `required`, and build the messages in `run`"
+            raise InvalidInput(f"{where}: {key!r} is a conversation of {roles}, and a prompt is one text; {fix}")
+    raise InvalidInput(f"{where}: {key!r} is a {type(value).__name__}, not text; name a key in it, such as {key}.name")
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    from storage.objects.tables import read_parquet_rows
+
+    try:
+        yield from enumerate(read_parquet_rows(file), start=1)
+    except ValueError as error:
+        raise InvalidInput(f"{file}: {error}") from error
+
+
+def _json_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow as pa
+
+    try:
+        with pa.input_stream(str(file), compression="detect") as stream:
+            data = stream.read()
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            raise
+        raise InvalidInput(f"{file}: it cannot be unpacked: {error}") from error
+    mark, encoding = next(((mark, name) for mark, name in _ENCODINGS if data.startswith(mark)), (b"", "utf-8"))
+    newline = "\n".encode(encoding)
+    for number, line in enumerate(_lines(data[len(mark) :], newline), start=1):
+        try:
+            text = line.decode(encoding)
+        except UnicodeDecodeError as error:
+            what = f"byte {error.start + 1} is no {encoding.upper()}: save the file as UTF-8"
+            raise InvalidInput(f"{file}, line {number}: {what}") from None
+        if not text.strip():
+            continue
+        try:
+            yield number, json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InvalidInput(f"{file}, line {number}: not JSON ({error.msg}); mend or remove the line") from None
+
+
+def _lines(data: bytes, newline: bytes) -> Iterator[bytes]:
+    """Lines of text whose characters are as wide as the newline: in UTF-16 its bytes may also begin in a character."""
+    start = at = 0
+    while (at := data.find(newline, at)) >= 0:
+        if (at - start) % len(newline):
+            at += 1
+            continue
+        yield data[start:at]
+        start = at = at + len(newline)
+    yield data[start:]

@@ -1,0 +1,105 @@
+"""Which files are a split's: named as a word of its own; what could be meant in two ways is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from datasets import load_dataset
+
+from rollouts.environments import datasets
+from rollouts.environments.datasets import read_dataset
+from settings.errors import InvalidInput, NotFound
+
+_CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: [main/test-0.jsonl]}
+- config_name: socratic
+  data_files:
+  - {split: train, path: socratic/train-*}
+---
+# A card
+"""
+_ONE = _CARD.replace("- config_name: socratic\n  data_files:\n  - {split: train, path: socratic/train-*}\n", "")
+
+
+def _folder(path: Path, *names: str, card: str = "") -> str:
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(f'{{"from": "{name}"}}\n')
+    if card:
+        (path / "README.md").write_text(card)
+    return str(path)
+
+
+_TWICE = ("main/train-0.jsonl", "main/test-0.jsonl", "socratic/train-0.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "found"),
+    [
+        (("train.jsonl", "pretrain.jsonl", "test.jsonl", "contest.jsonl"), "train", "train.jsonl"),
+        (("train.jsonl", "pretrain.jsonl", "test.jsonl", "contest.jsonl"), "test", "test.jsonl"),
+        (("train-0-of-2.jsonl", "train-1-of-2.jsonl"), "train", "train-0-of-2.jsonl train-1-of-2.jsonl"),
+        (("data/my_train.v2.jsonl", "latest.jsonl"), "train", "data/my_train.v2.jsonl"),
+        (("train/a.jsonl", "train/b.jsonl", "test/a.jsonl"), "train", "train/a.jsonl train/b.jsonl"),
+        (("train/x/a.jsonl", "train/y/a.jsonl"), "train", "train/x/a.jsonl train/y/a.jsonl"),
+        (("dev.jsonl", "eval.jsonl"), "validation", "dev.jsonl"),
+        (("dev.jsonl", "eval.jsonl"), "test", "eval.jsonl"),
+        (("test.jsonl", "eval.jsonl"), "test", "test.jsonl"),
+        (("TRAIN.jsonl", ".cache/train.jsonl", "train.txt"), "train", "TRAIN.jsonl"),
+        (("hard.jsonl", "harder.jsonl"), "hard", "hard.jsonl"),
+    ],
+)  # fmt: skip
+def test_a_split_is_a_word_of_its_own(tmp_path: Path, names: tuple[str, ...], split: str, found: str) -> None:
+    rows = read_dataset(_folder(tmp_path, *names), split, required=[])
+    assert " ".join(row["from"] for row in rows) == found
+
+
+@pytest.mark.parametrize(
+    ("names", "card", "message"),
+    [
+        (("train.jsonl", "train.parquet"), "", "in two formats, train.jsonl and train.parquet; name one file"),
+        (("train.jsonl", "train.jsonl.gz"), "", "in two formats, train.jsonl and train.jsonl.gz"),
+        (_TWICE, "", "in several configurations, main, socratic; name one, such as dataset = '.*/socratic'"),
+        (_TWICE, _CARD, "has the configurations main, socratic; name one, such as dataset = '.*/main'"),
+        (("train.jsonl",), "---\nconfigs: [\n---\n", "the head of .*README.md cannot be read"),
+    ],
+)
+def test_what_is_ambiguous_is_refused_by_name(tmp_path: Path, names: tuple[str, ...], card: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        read_dataset(_folder(tmp_path, *names, card=card), "train", required=[])
+
+
+def test_a_card_says_which_files_are_a_splits_as_for_the_datasets_library(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "set", *_TWICE, "train.jsonl", card=_ONE)
+    ours = {split: [row["from"] for row in read_dataset(folder, split, required=[])] for split in ("train", "test")}
+    theirs = load_dataset(folder, cache_dir=str(tmp_path / "cache"))
+    assert ours == {split: list(rows["from"]) for split, rows in theirs.items()}
+    assert ours == {"train": ["main/train-0.jsonl"], "test": ["main/test-0.jsonl"]}
+    with pytest.raises(NotFound, match="no file for split 'validation'"):
+        read_dataset(folder, "validation", required=[])
+
+
+@pytest.mark.parametrize("card", ["", _CARD])
+def test_a_configuration_of_a_hub_set_is_named_behind_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: str
+) -> None:
+    folder, asked = Path(_folder(tmp_path, *_TWICE, card=card)), []
+
+    def fetched(name: str, kind: str, *, patterns: list[str]) -> Path:
+        asked.append((name, kind, patterns))
+        return folder
+
+    monkeypatch.setattr(datasets, "fetch_from_hub", fetched)
+    assert [row["from"] for row in read_dataset("openai/gsm8k/main", "train", required=[])] == ["main/train-0.jsonl"]
+    wanted = "main/train-*" if card else "main/*train*"
+    assert asked[0] == ("openai/gsm8k", "dataset", ["README.md"]) and wanted in asked[1][2]
+    with pytest.raises(InvalidInput, match="main, socratic; name one, such as dataset = 'openai/gsm8k/"):
+        read_dataset("openai/gsm8k", "train", required=[])
+    if card:
+        with pytest.raises(InvalidInput, match="has the configurations main, socratic, not hard; name one"):
+            read_dataset("openai/gsm8k/hard", "train", required=[])

@@ -1,0 +1,95 @@
+"""Rows of a file: text however it is encoded and whatever type it has, or refused with file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts.environments.rows import read_rows
+from settings.errors import InvalidInput
+
+_USER = [{"role": "user", "content": "2+3="}]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((0, "0"), (False, "false"), (True, "true"), (18, "18"), (1.5, "1.5"), (18.0, "18"), (-3, "-3"), (" a", " a")),
+        (_USER, "2+3="),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_numbers_truth_values_and_a_users_message_are_text(
+    tmp_path: Path, value: object, text: str, suffix: str
+) -> None:
+    file = tmp_path / f"rows.{suffix}"
+    row = {"answer": value, "kept": 7, "reward_model": {"ground_truth": value, "style": "rule"}}
+    if suffix == "jsonl":
+        file.write_text(json.dumps(row))
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), file)
+    (read,) = read_rows(file, required=["answer", "reward_model.ground_truth"])
+    assert read == row | {"answer": text, "reward_model.ground_truth": text}
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", '\ufeff{"q": "é"}\n\n{"q": "答"}'.encode()),
+        ("a.jsonl", '\ufeff{"q": "é"}\r\n{"q": "答"}\r\n'.encode("utf-16-le")),
+        ("a.jsonl", '\ufeff{"q": "é"}\n{"q": "答"}\n'.encode("utf-16-be")),
+        ("a.jsonl.gz", gzip.compress('{"q": "é"}\n{"q": "答"}'.encode())),
+        ("a.jsonl.zst", pa.compress('{"q": "é"}\n{"q": "答"}'.encode(), codec="zstd", asbytes=True)),
+    ],
+)
+def test_text_is_read_in_the_encoding_and_compression_it_has(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    assert [row["q"] for row in read_rows(tmp_path / name, required=["q"])] == ["é", "答"]
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1), st.sampled_from(["utf-8", "utf-16"]))
+def test_any_text_is_read_back_in_any_encoding(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], encoding: str
+) -> None:
+    file = tmp_path_factory.mktemp("rows") / "a.jsonl"
+    lines = "\n".join(json.dumps({"q": text}, ensure_ascii=False) for text in texts)
+    file.write_bytes(lines.encode(encoding))
+    assert [row["q"] for row in read_rows(file, required=[])] == texts
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"q": 1}\n{"q": "caf\xe9"}', "line 2: byte 11 is no UTF-8: save the file as UTF-8"),
+        (b'{"q": 1}\n{"q": }', r"line 2: not JSON \(Expecting value\); mend or remove the line"),
+        (b"[1, 2]", "line 1: a list instead of an object"),
+        (b'{"q": null}', "line 1: 'q' missing or empty"),
+        (b'{"q": "  "}', "line 1: 'q' missing or empty"),
+        (b'{"q": {"a": 1}}', "line 1: 'q' is a dict, not text; name a key in it, such as q.name"),
+        (b'{"q": [1, 2]}', "line 1: 'q' is a list, not text"),
+        (
+            b'{"q": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}',
+            "conversation of system, user",
+        ),
+        (b"\n\n", "has no rows"),
+    ],
+)
+def test_what_is_no_text_is_refused_with_file_and_line(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(data)
+    with pytest.raises(InvalidInput, match=rf"a\.jsonl.*{message}"):
+        read_rows(tmp_path / "a.jsonl", required=["q"])
+
+
+def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"q": 1}' * 1000)[:-20])
+    with pytest.raises(InvalidInput, match=r"a\.jsonl\.gz"):
+        read_rows(tmp_path / "a.jsonl.gz", required=[])
+    with pytest.raises(FileNotFoundError):
+        read_rows(tmp_path / "none.jsonl", required=[])
