@@ -48,6 +48,7 @@ def test_numbers_truth_values_and_a_users_message_are_text(
         ("a.jsonl.gz", gzip.compress('{"q": "é"}\n{"q": "答"}'.encode())),
         ("a.jsonl.zst", pa.compress('{"q": "é"}\n{"q": "答"}'.encode(), codec="zstd", asbytes=True)),
     ],
+    ids=["utf-8", "utf-16-le", "utf-16-be", "gzip", "zstd"],
 )
 def test_text_is_read_in_the_encoding_and_compression_it_has(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
@@ -80,6 +81,7 @@ def test_any_text_is_read_back_in_any_encoding(
         ),
         (b"\n\n", "has no rows"),
     ],
+    ids=range(9),
 )
 def test_what_is_no_text_is_refused_with_file_and_line(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(data)
