@@ -121,6 +121,8 @@ class RunTrainer:
         if rewards:
             tables = {s.id: with_rewards(tables[s.id], read_rewards(self.log, s, rewards)) for s in shards}
         samples = gather_samples(claim.trained, tables)
+        if claim.step <= self.log.state.step:
+            samples = dataclasses.replace(samples, by_attempt=self.log.state.steps[claim.step - 1].by_attempt)
         if judge:
             model = self.trainer.model.causal_lm.config
             digests = {name: (t.schema.metadata or {}).get(b"tokenizer_sha256", b"") for name, t in tables.items()}

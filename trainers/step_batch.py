@@ -32,12 +32,17 @@ class StepBatch:
         """What each token of a mini-batch's rows counts, others 0; counted before anything stale is masked."""
         offsets = self.samples.offsets
         counts_B = np.add.reduceat(self.sampled_T, offsets[:-1], dtype=np.int64)
+        _, sequences = np.unique(
+            self.samples.attempts_B[rows] if self.samples.by_attempt else rows, return_inverse=True
+        )
+        counts_S = np.zeros(len(rows), dtype=np.int64)
+        np.add.at(counts_S, sequences, counts_B[rows])
         weights_B = np.zeros(len(counts_B))
         weights_B[rows] = aggregation_weights(
-            counts_B[rows],
+            counts_S[sequences],
             aggregation=aggregation,
-            num_tokens=int(counts_B[rows].sum()),
-            num_sequences=int((counts_B[rows] > 0).sum()),
+            num_tokens=int(counts_S.sum()),
+            num_sequences=int((counts_S > 0).sum()),
             max_tokens=max_tokens,
         )
         return np.repeat(weights_B, np.diff(offsets)).astype(self.samples.logprobs_T.dtype)

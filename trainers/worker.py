@@ -202,6 +202,7 @@ class TrainerWorker:
                 metrics={**metrics, **phases, **budget, **speed},
                 state_path=state_path,
                 session_id=session_id,
+                by_attempt=True,
             )
         )
 

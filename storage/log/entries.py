@@ -139,6 +139,8 @@ class Step:
     state_path: str | None
     """Folder in the store with optimizer and random state; None if the step saved none."""
     session_id: str
+    by_attempt: bool = field(default=False, metadata=LATER)
+    """A sequence of `train.aggregation` was an attempt; in steps from before this was recorded, each row of it."""
 
 
 OUTCOMES = ("trained", "filtered", "stale", "failed", "cancelled")

@@ -35,6 +35,7 @@ class Samples:
     shards_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # which of `shard_ids` a row is from
     shard_ids: list[str] = field(default_factory=list)  # what `shards_B` counts
     turn_metrics: dict[str, float] = field(default_factory=dict)  # of turns and tools, for people
+    by_attempt: bool = True  # what a sequence of `train.aggregation` is: an attempt, or in older steps a row
 
     @property
     def num_rows(self) -> int:

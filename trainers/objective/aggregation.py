@@ -23,9 +23,9 @@ def aggregation_weights(
     sequence_sum    1 / num_sequences                    REINFORCE; LUSPO, https://arxiv.org/abs/2602.05261
     constant        1 / (num_sequences · max_tokens)     Dr. GRPO, https://arxiv.org/abs/2503.20783
 
-    `counts_B` are the sampled tokens per row, `num_tokens` and `num_sequences` the totals over the mini-batch of all
-    ranks, all counted before anything is masked: masking must not make the others louder. A row without tokens has
-    weight 0; whether it counts as a sequence is the caller's to say.
+    `counts_B` are the sampled tokens of each row's sequence, which is its attempt, forks together; `num_tokens` and
+    `num_sequences` the totals over the mini-batch of all ranks, all counted before anything is masked: masking must not
+    make the others louder. A sequence without tokens has weight 0; whether it counts is the caller's to say.
 
     >>> aggregation_weights(np.array([4, 1]), aggregation="sequence_mean", num_tokens=5, num_sequences=2, max_tokens=8)
     array([0.125, 0.5  ])
