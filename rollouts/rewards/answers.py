@@ -20,6 +20,7 @@ The final answer is the first of these that contains a readable answer; of sever
 """
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 
 from rollouts.rewards.expressions import differ, is_prose, last_boxes, latex, unicode_to_latex, unit_of
@@ -51,6 +52,8 @@ _PHRASE = re.compile(
     |(?P<label>(?:\b(?i:answer)\b|答案|答え)[^\w.\n]{0,6}[:：=\n]|^[ *]{0,8}A:)""",
     re.VERBOSE | re.MULTILINE,
 )
+_CHOICE = re.compile(r"\s*(?:\\text(?:bf)?\s*\{)?\s*\(?([A-J])\)?\s*\}?(?=[).:,]|\s|$)(?!\s*[=<>+*/^-])\.?\s*")
+_CHOICE_IN_PROSE = re.compile(r"(?i:answer)\W*(?:(?i:is)\W+)?\(?([A-J])\)?(?=[\s.,:)*]|$)")
 _NUMBERED_HEADING = re.compile(r"\d++[.)] +[A-Za-z]")  # `#### 3. Add the eggs`
 _ASIDE = re.compile(r"[A-Za-z]{2}.*?(?:[(;]|, )|because|since|where")
 _GOES_ON = re.compile(r"\s*+(?:[\\^*/×÷+]|-\s*+\d)|\(")  # the number was only the start of a sum
@@ -118,15 +121,38 @@ def math_answer(reply: str, answer: str) -> float:
     decimal equals another value to 6 decimals and 3 digits. A unit or base is compared if both name one. `answer` is
     the bare answer (`\frac{1}{2}`), or a solution with an answer in `\boxed{…}` or between `$`.
 
-    Raises `InvalidInput` for an `answer` that is a sentence or has no expression, which is a fault of the data. It never
-    returns for some replies (`9^{9^{9^{9}}}`).
+    Raises `InvalidInput` for an `answer` that is a sentence or has no expression, which is a fault of the data. It
+    never returns for some replies (`9^{9^{9^{9}}}`).
 
     >>> math_answer(r"So $x = \boxed{\frac{2}{4}}$.", "1/2"), math_answer("I cannot tell.", "1/2")
     (1.0, 0.0)
     """
-    from rollouts.rewards.mathematics import is_same
+    import logging
+    from itertools import product
 
-    return float(is_same(reply, answer))
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it runs without its signals
+    given, bare = last_boxes(reply), last_boxes(answer)
+    if bare is None and not re.search(r"(?<!\\)\$|\\[(\[]", answer):
+        bare = answer
+    if bare is not None and is_prose(bare):
+        raise InvalidInput(f"the reference answer {answer!r} is a sentence; write the bare answer")
+    if choice := _CHOICE.fullmatch(bare or ""):
+        chosen = _CHOICE.match(given) if given is not None else _last(_CHOICE_IN_PROSE.finditer(reply))
+        if chosen is not None:
+            return float(chosen[1] == choice[1])
+    golds, guesses = (
+        parse(unicode_to_latex(text) if boxed is None else rf"\boxed{{{latex(boxed)}}}", parsing_timeout=None)
+        for text, boxed in ((answer, bare), (reply, given))
+    )
+    if not golds:
+        raise InvalidInput(f"the reference answer {answer!r} holds no mathematical expression")
+    units = [unit_of(boxed) for boxed in (given, bare) if boxed is not None]
+    if len(units) == 2 and all(units) and units[0] != units[1]:
+        return 0.0
+    equal = (pair for pair in product(golds, guesses) if not differ(*pair))
+    return float(any(verify(*pair, allow_set_relation_comp=True, timeout_seconds=None) for pair in equal))
 
 
 def matches(reply: str, pattern: str) -> float:
@@ -170,6 +196,10 @@ def final_answer(text: str) -> str | None:
     text = _strip_markup(text).strip().rstrip(".")
     bare = len(text) <= _REGION_CHARACTERS and _SUM.fullmatch(text)  # nothing but "1 234" or "2\sqrt{3}"
     return _leading_answer(text) if bare else _last_number(text)
+
+
+def _last(found: Iterable[re.Match[str]]) -> re.Match[str] | None:
+    return next(reversed(list(found)), None)
 
 
 def _first_line(text: str, start: int) -> str:

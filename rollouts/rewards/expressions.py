@@ -14,7 +14,9 @@ from fractions import Fraction
 from typing import Any
 
 _TOKEN = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*+\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
-_BETWEEN = re.compile(r"[\s$]*(?:[,;]\s*(?:and|or)?|(?:\\text\{)?\s*(?:and|or))[\s$}]*")
+_BETWEEN = re.compile(
+    r"(?:[\s$]|\\[)\]])*(?:[,;]\s*(?:and|or)?|(?:\\text\{)?\s*(?:and|or)\b)(?:[\s$}]|\\[(\[]|[A-Za-z]\s*=)*"
+)
 """What may stand between two boxes that are one answer."""
 
 _CHARACTERS = str.maketrans(
@@ -25,9 +27,13 @@ _CHARACTERS = str.maketrans(
 )  # fmt: skip
 _BOLD = re.compile(r"\*\*([^*\n]++)\*\*")
 _REPEATING = re.compile(r"(?<![\w.])(\d*+)\.(\d*+)\\(?:overline|bar|dot)\s*+(?:\{(\d++)\}|(\d))")
+_POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = re.compile(r"(?<=\d)(?:\s|\\text\s*\{\s*)+(thousand|million|billion|trillion)\b(?:\s*\})?")
 _FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),  # 1\,234
     (re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)"), lambda match: match[0].replace(" ", "")),  # 1 234
+    (re.compile(r"(?<![\d/.,])(\d+) (\d+)/(\d+)(?!\d)"), r"(\1+\\frac{\2}{\3})"),  # 2 1/2
+    (re.compile(r"[€£¥]"), ""),
     (re.compile(r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<=[\d)}\s])(?:and|or)\s"), ","),
     (re.compile(r"^\s*\\(?:text|math)(?:bf|rm)?\s*\{\s*\([A-E]\)\s*\}[\s\\]*(?=\S)"), ""),  # \textbf{(C)}\ 10
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
@@ -91,7 +97,7 @@ _UNIT = re.compile(
     re.VERBOSE,
 )
 _BASE = re.compile(r"^\s*[0-9A-Za-z]+_\{?(\d+)\}?\s*$")
-_PROSE = re.compile(r"\b(?:is|are|was|equals|the|answer|solution|result|so|thus|we|it|that|this)\b", re.IGNORECASE)
+_PROSE = re.compile(r"\b(?:is|are|was|equals|the|answer|result|so|thus|we|it|that|this)\b", re.IGNORECASE)
 _IN_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox|operatorname)\s*\{[^{}]*\}")
 _NEAR = 1e-5
 """Relative; of numbers of which one is written as a decimal."""
@@ -138,6 +144,7 @@ def latex(answer: str) -> str:
     ('\\frac{1}{6}', '1.2 \\cdot 10^{5}', '100')
     """
     answer = unicode_to_latex(answer).rstrip(" .")
+    answer = _SCALE.sub(lambda match: rf" \cdot 10^{{{_POWERS[match[1]]}}}", answer)
     unit = _UNIT.search(answer)
     words = (unit["text"] or unit["bare"] or "").strip() if unit else ""
     if unit and (len(words) > 1 or words.lower() in _UNITS):

@@ -26,6 +26,10 @@ I get \boxed{41}, then \boxed{42} ‖ 42  ⏎  \fbox{42} ‖ 42  ⏎  \boxed{100
 \boxed{x \geq 3} ‖ [3,\infty)  ⏎  \boxed{x>3} ‖ (3,∞)  ⏎  \boxed{10 \text{ m/s}} ‖ 10 m/s
 \boxed{\mathrm{e}^2} ‖ e^2  ⏎  \boxed{x**2} ‖ x^2  ⏎  \boxed{\frac{1}{3}} ‖ 0.\overline{3}
 \boxed{0.1\bar{6}} ‖ 1/6  ⏎  \boxed{\emptyset} ‖ \varnothing
+\(\boxed{3}\), \(\boxed{4}\) ‖ 4,3  ⏎  x=\boxed{3} and y=\boxed{4} ‖ 3,4  ⏎  \boxed{2 1/2} ‖ 5/2  ⏎  \boxed{€5} ‖ 5
+\boxed{\$1.5\text{ million}} ‖ 1500000  ⏎  \boxed{2 billion dollars} ‖ 2000000000
+\boxed{\text{(B) } 5} ‖ B  ⏎  \boxed{B. 5} ‖ B  ⏎  The answer is (B). ‖ B  ⏎  Answer: B ‖ (B)
+\boxed{\text{no solution}} ‖ no solution
 """
 _WRONG = r"""
 \boxed{\infty} ‖ -\infty  ⏎  \boxed{1,2,3} ‖ 1,2  ⏎  \boxed{\left(3,\frac{\pi}{2}\right)} ‖ (3,\frac{\pi}{3})
@@ -45,6 +49,7 @@ _WRONG = r"""
 \boxed{5\text{ cm}^2} ‖ 5\text{ cm}  ⏎  \boxed{3 hours} ‖ 3 minutes  ⏎  \boxed{ ‖ 42  ⏎  \boxed{} ‖ 42
 \boxed{12:30} ‖ 12:45  ⏎  \boxed{100000000000000000001} ‖ 100000000000000000000
 \boxed{\frac{1}{10^{30}}} ‖ 0  ⏎  \boxed{\sqrt{2}\cdot 10^{-9}} ‖ \sqrt{3}\cdot 10^{-9}
+\boxed{1.5 million} ‖ 1.5  ⏎  \boxed{2 1/2} ‖ 21/2  ⏎  \boxed{(B)} ‖ C  ⏎  The answer is A. ‖ B
 \boxed{(1/2^{98}, 1)} ‖ (1/2^{99}, 1)  ⏎  \boxed{\{1e-7\}} ‖ \{2e-7\}
 """
 
