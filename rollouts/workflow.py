@@ -6,14 +6,14 @@ In: a `Task` and a `Chat`. Out: a `Score`. Grouping, retries, tokens, versions a
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 
 from rollouts.chat.chat import Chat
+from rollouts.reward_values import as_number
 from settings.errors import UserError
 from storage.records import Message, RolloutGroup, Task, Trajectory
 
@@ -27,36 +27,42 @@ class Score:
     """How good one attempt was."""
 
     reward: float | None
-    """Null means not applicable: the attempt is not trained and enters no mean."""
+    """Null means not applicable: the attempt is not trained and enters no mean. NaN and infinity become null."""
     parts: dict[str, float | None] = field(default_factory=dict)
     """Named components, for people and for later re-weighting."""
     vote: str | None = None
     """What the attempt answered, for the majority votes of an evaluation (maj@k): equal answers are equal texts. None:
     it has no vote."""
 
+    def __post_init__(self) -> None:
+        """Numbers of any library become floats; what is no number stays for `as_score` to name."""
+        with contextlib.suppress(TypeError):
+            object.__setattr__(self, "reward", as_number(self.reward))
+        with contextlib.suppress(TypeError):
+            object.__setattr__(self, "parts", {name: as_number(part) for name, part in self.parts.items()})
+
 
 def as_score(returned: object, run: Callable[..., object]) -> Score:
     """What an attempt returned, as a score; a number is its reward.
 
-    Raises `ValueError` for NaN and infinity, and `WrongWorkflow`, which names the line of `run`, for anything else.
+    NaN and infinity are no reward. Raises `WrongWorkflow`, which names the line of `run`, for anything else.
     """
     if isinstance(returned, Score):
         rewards = {"reward": returned.reward, **returned.parts}
-        if wrong := [name for name, value in rewards.items() if not isinstance(value, Real | None)]:
+        if wrong := [name for name, value in rewards.items() if not isinstance(value, float | None)]:
             what = f"{run.__qualname__} returned a Score whose {wrong[0]} is {rewards[wrong[0]]!r}, and not a number"
             raise WrongWorkflow(f"{what}. It is at {place_of(run)}")
         if not isinstance(returned.vote, str | None):
             what = f"{run.__qualname__} returned a Score whose vote is {returned.vote!r}, and not a text"
             raise WrongWorkflow(f"{what}. It is at {place_of(run)}")
         return returned
-    if not isinstance(returned, Real):
-        raise WrongWorkflow(
-            f"{run.__qualname__} returned {type(returned).__name__}; one call plays one attempt and returns one Score "
-            f"or a number, its reward. Grouping is `n_samples` in the run file. It is at {place_of(run)}"
-        )
-    if not math.isfinite(returned):
-        raise ValueError(f"{run.__qualname__} returned {returned}; a reward is a finite number")
-    return Score(reward=float(returned))
+    with contextlib.suppress(TypeError):
+        if returned is not None:
+            return Score(reward=as_number(returned))
+    raise WrongWorkflow(
+        f"{run.__qualname__} returned {type(returned).__name__}; one call plays one attempt and returns one Score "
+        f"or a number, its reward. Grouping is `n_samples` in the run file. It is at {place_of(run)}"
+    )
 
 
 def place_of(function: Callable[..., object]) -> str:

@@ -26,7 +26,8 @@ class RolloutSettings(Block):
     exclude_statuses: list[Literal["truncated", "max_turns"]] = []
     """Attempts that end like this are counted and not trained (DAPO's overlong filtering)."""
     drop_uniform_groups: bool = False
-    """Reject groups whose attempts all got the same reward (DAPO's dynamic sampling)."""
+    """Reject groups whose attempts all got the same score (DAPO's dynamic sampling): the weighted sum of the parts,
+    before bias, scale, clip and the overlong penalty, and but for rounding."""
     dynamic_batch: bool = False
     """Take `batch_size` attempted groups per step and train those that were accepted, instead of waiting for
     `batch_size` accepted ones."""

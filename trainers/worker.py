@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import tempfile
 import time
@@ -199,7 +200,8 @@ class TrainerWorker:
                 claim=claim,
                 policy=policy,
                 shard_sha256={g.shard_id: self._log.state.shards[g.shard_id].sha256 for g in claim.trained},
-                metrics={**metrics, **phases, **budget, **speed},
+                # A value that is no number is none in the log: JSON has no NaN, and a mean with it would be NaN.
+                metrics={n: v for n, v in {**metrics, **phases, **budget, **speed}.items() if math.isfinite(v)},
                 state_path=state_path,
                 session_id=session_id,
                 by_attempt=True,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from rollouts.chat.chat import Chat
 from rollouts.chat.tools import tools_of
+from rollouts.reward_values import as_number
 from rollouts.workflow import Score, Workflow
 from storage.records import Task
 
@@ -30,8 +31,11 @@ class Observation:
 
     text: str = ""
     """The next message to the policy; unused once `is_done` is set."""
-    reward: float = 0.0
-    """Reward of this reply alone; `returns` adds the later ones."""
+    reward: float | None = 0.0
+    """Reward of this reply alone; `returns` adds the later ones. Null, NaN and infinity: it has none."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", as_number(self.reward))
 
 
 class Environment:
@@ -82,11 +86,11 @@ class EnvironmentWorkflow(Workflow):
         values = returns(rewards, discount=self.discount)
         return Score(reward=values[0], parts={f"turn_{turn}": value for turn, value in enumerate(values)})
 
-    async def _play(self, environment: Environment, task: Task, chat: Chat) -> list[float]:
+    async def _play(self, environment: Environment, task: Task, chat: Chat) -> list[float | None]:
         """The reward of every turn."""
         tools = tools_of(environment)
         text = await environment.reset(task)
-        rewards: list[float] = []
+        rewards: list[float | None] = []
         while True:
             reply = await chat.ask(text, tools=tools)
             if chat.max_turns_reached:  # the policy still asks for tools, so there is no reply for `step`
@@ -103,15 +107,15 @@ class EnvironmentWorkflow(Workflow):
             text = observation.text
 
 
-def returns(rewards: Sequence[float], *, discount: float) -> list[float]:
-    """The return of every turn: R_t = r_t + γ · R_{t+1}.
+def returns(rewards: Sequence[float | None], *, discount: float) -> list[float | None]:
+    """The return of every turn: R_t = r_t + γ · R_{t+1}; None up to the last turn whose reward is None.
 
     Example: `returns([0, 0, 1], discount=0.5)` is `[0.25, 0.5, 1.0]`.
     """
-    values: list[float] = []
-    following = 0.0
+    values: list[float | None] = []
+    following: float | None = 0.0
     for reward in reversed(rewards):
-        following = reward + discount * following
+        following = None if reward is None or following is None else reward + discount * following
         values.append(following)
     return values[::-1]
 

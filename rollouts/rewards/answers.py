@@ -20,8 +20,10 @@ The final answer is the first of these that contains a readable answer; of sever
 """
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 
+from rollouts.rewards.expressions import differ, is_prose, last_boxes, latex, unicode_to_latex, unit_of
 from settings.errors import InvalidInput
 
 _TAIL_CHARACTERS = 20_000  # the answer is at the end; a runaway reply must not cost more than a long one
@@ -32,9 +34,10 @@ _EXPRESSION_CHARACTERS = 60  # what math-verify compares in well under a second
 
 # Every repetition is bounded or possessive (`++`), so matching takes linear time.
 _NUMBER = re.compile(
-    r"""(?<!\w)(?<!\d\.)                                      # not the 2 of CO2, not the 5 of 1.5
+    r"""(?<![^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])(?<!\d\.)  # not the 2 of CO2 or 1.2, but that of 是2
     (?P<sign>[-+]?)
-    (?P<value>(?:\d{1,3}(?:,\d{3}){1,9}+(?!\d)|\d++)(?:\.\d++)?|\.\d++)
+    (?:(?P<hours>\d{1,2}):(?P<minutes>[0-5]\d)(?![\d:])          # 12:30 is a time
+    |(?P<value>(?:(?:\d{1,3}(?:,\d{3}){1,9}+|\d{1,2}(?:,\d{2}){1,9},\d{3})(?!\d)|\d++)(?:\.\d++)?(?:[eE][-+]?\d{1,2}(?!\w))?|\.\d++))
     (?:[ ]?/[ ]?(?P<divisor>[1-9]\d*+)                        # 3/4
       |[ ](?P<top>\d++)/(?P<bottom>[1-9]\d*+))?               # 2 1/2 is two and a half
     (?:[ ](?P<scale>thousand|million|billion)\b)?""",
@@ -45,10 +48,12 @@ _SCALES = {None: 1, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 _HASHES = re.compile(r"#{4,}+")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{")
 _PHRASE = re.compile(
-    r"""\b(?i:answer)\b[^.:=\n\d]{0,60}?\b(?:is|be|equals)\b
-    |(?P<label>\b(?i:answer)\b[^\w.\n]{0,6}[:=\n]|^[ *]{0,8}A:)""",
+    r"""\b(?i:answer)\b[^.:=\n\d]{0,60}?\b(?:is|be|equals)\b|答案[是为為]|答えは
+    |(?P<label>(?:\b(?i:answer)\b|答案|答え)[^\w.\n]{0,6}[:：=\n]|^[ *]{0,8}A:)""",
     re.VERBOSE | re.MULTILINE,
 )
+_CHOICE = re.compile(r"\s*(?:\\text(?:bf)?\s*\{)?\s*\(?([A-J])\)?\s*\}?(?=[).:,]|\s|$)(?!\s*[=<>+*/^-])\.?\s*")
+_CHOICE_IN_PROSE = re.compile(r"(?i:answer)\W*(?:(?i:is)\W+)?\(?([A-J])\)?(?=[\s.,:)*]|$)")
 _NUMBERED_HEADING = re.compile(r"\d++[.)] +[A-Za-z]")  # `#### 3. Add the eggs`
 _ASIDE = re.compile(r"[A-Za-z]{2}.*?(?:[(;]|, )|because|since|where")
 _GOES_ON = re.compile(r"\s*+(?:[\\^*/×÷+]|-\s*+\d)|\(")  # the number was only the start of a sum
@@ -111,26 +116,43 @@ def exact(reply: str, answer: str) -> float:
 def math_answer(reply: str, answer: str) -> float:
     r"""1.0 if math-verify finds the last answer of `reply` equal to `answer`, else 0.0.
 
-    It compares LaTeX and plain expressions, intervals, sets, tuples, matrices and texts, to 6 decimals. Boxes beside
-    each other are one answer of several values. `answer` is the bare answer (`\frac{1}{2}`), or a solution with an
-    answer in `\boxed{…}` or between `$`.
+    It compares LaTeX and plain expressions, intervals, sets, tuples, matrices and texts. The last box decides; boxes
+    joined only by a comma, "and" or "or" are one answer of several values. Exact values are compared exactly, and a
+    decimal equals another value to 6 decimals and 3 digits. A unit or base is compared if both name one. `answer` is
+    the bare answer (`\frac{1}{2}`), or a solution with an answer in `\boxed{…}` or between `$`.
 
-    Raises `InvalidInput` for an `answer` without an expression, which is a fault of the data. It never returns for
-    some replies (`9^{9^{9^{9}}}`).
+    Raises `InvalidInput` for an `answer` that is a sentence or has no expression, which is a fault of the data. It
+    never returns for some replies (`9^{9^{9^{9}}}`).
 
     >>> math_answer(r"So $x = \boxed{\frac{2}{4}}$.", "1/2"), math_answer("I cannot tell.", "1/2")
     (1.0, 0.0)
     """
     import logging
+    from itertools import product
 
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it runs without its signals
-    has_mark = re.search(r"\\boxed|(?<!\\)\$|\\[(\[]", answer)
-    expected = parse(answer if has_mark else rf"\boxed{{{answer}}}", parsing_timeout=None)
-    if not expected:
+    given, bare = last_boxes(reply), last_boxes(answer)
+    if bare is None and not re.search(r"(?<!\\)\$|\\[(\[]", answer):
+        bare = answer
+    if bare is not None and is_prose(bare):
+        raise InvalidInput(f"the reference answer {answer!r} is a sentence; write the bare answer")
+    if choice := _CHOICE.fullmatch(bare or ""):
+        chosen = _CHOICE.match(given) if given is not None else _last(_CHOICE_IN_PROSE.finditer(reply))
+        if chosen is not None:
+            return float(chosen[1] == choice[1])
+    golds, guesses = (
+        parse(unicode_to_latex(text) if boxed is None else rf"\boxed{{{latex(boxed)}}}", parsing_timeout=None)
+        for text, boxed in ((answer, bare), (reply, given))
+    )
+    if not golds:
         raise InvalidInput(f"the reference answer {answer!r} holds no mathematical expression")
-    return float(verify(expected, parse(reply, parsing_timeout=None), timeout_seconds=None))
+    units = [unit_of(boxed) for boxed in (given, bare) if boxed is not None]
+    if len(units) == 2 and all(units) and units[0] != units[1]:
+        return 0.0
+    equal = (pair for pair in product(golds, guesses) if not differ(*pair))
+    return float(any(verify(*pair, allow_set_relation_comp=True, timeout_seconds=None) for pair in equal))
 
 
 def matches(reply: str, pattern: str) -> float:
@@ -165,7 +187,7 @@ def final_answer(text: str) -> str | None:
         if answer := _leading_answer(region) or _last_number(region):
             return answer
     for mark in reversed(list(_PHRASE.finditer(text))[-_MARKS_TRIED:]):
-        sentence = re.split(r"\.\s", _first_line(text, mark.end()))[0]
+        sentence = re.split(r"\.\s|。", _first_line(text, mark.end()))[0]
         # Base models write their whole working after `A:`, so after a label the line must be the bare answer.
         is_working = mark["label"] and ("=" in sentence or len(sentence.split()) > 4)
         answer = None if is_working else _leading_answer(sentence)
@@ -174,6 +196,10 @@ def final_answer(text: str) -> str | None:
     text = _strip_markup(text).strip().rstrip(".")
     bare = len(text) <= _REGION_CHARACTERS and _SUM.fullmatch(text)  # nothing but "1 234" or "2\sqrt{3}"
     return _leading_answer(text) if bare else _last_number(text)
+
+
+def _last(found: Iterable[re.Match[str]]) -> re.Match[str] | None:
+    return next(reversed(list(found)), None)
 
 
 def _first_line(text: str, start: int) -> str:
@@ -227,6 +253,8 @@ def _fraction(answer: str) -> Fraction | None:
     number = _NUMBER.fullmatch(answer)
     if number is None or len(answer) > _NUMBER_CHARACTERS:
         return None
+    if number["hours"]:  # in hours
+        return Fraction(int(number["hours"])) + Fraction(int(number["minutes"]), 60)
     value = Fraction(number["value"]) / int(number["divisor"] or 1)
     value += Fraction(int(number["top"] or 0), int(number["bottom"] or 1))
     return (-value if number["sign"] == "-" else value) * _SCALES[number["scale"]]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infra.user_code import load_object, source_file
+from rollouts.reward_values import as_number
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout
 from settings.errors import InvalidInput
 from storage.log.entries import Rescore, Shard
@@ -52,6 +53,7 @@ class Comparison:
     """Over attempts with both rewards: their number, Σ old, Σ new, Σ old², Σ new², Σ old · new."""
 
     def add(self, old: float | None, new: float | None) -> None:
+        old = as_number(old)  # shards of earlier versions may have NaN
         self.attempts += 1
         self.changed += old != new
         self.nulls += new is None

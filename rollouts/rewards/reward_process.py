@@ -12,6 +12,7 @@ import sys
 import time
 
 from infra.user_code import load_object
+from rollouts.reward_values import as_number
 from rollouts.sandbox.sandbox_rules import die_with_parent, limit
 from settings.errors import failure_text
 
@@ -32,7 +33,7 @@ def main() -> None:
             function, started = load_object(request["function"]), time.perf_counter()
             answer["value"] = function(*request["arguments"])
             answer["seconds"] = time.perf_counter() - started
-            text = json.dumps(answer)
+            text = json.dumps(answer, default=as_number)
         except MemoryError:  # what is left of a process without memory cannot be relied on
             why = "MemoryError: it needed more memory than the run file's reward.memory_gb allows"
             text = json.dumps({"id": request["id"], "error": why, "is_last": True})

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from rollouts.reward_values import as_number
 from settings.errors import InvalidInput
 from settings.reward import RewardSettings
 from storage.records import Trajectory
@@ -51,7 +52,7 @@ def shaped(trajectory: Trajectory, settings: RewardSettings, *, max_tokens: int,
     if reward is not None and settings.weights and parts:
         reward = weighted_sum(parts, settings.weights)
     if reward is None or is_eval:
-        return dataclasses.replace(trajectory, reward=reward)
+        return dataclasses.replace(trajectory, reward=as_number(reward))
     reward = (reward + settings.bias) * settings.scale
     if settings.clip is not None:
         reward = max(-settings.clip, min(settings.clip, reward))
@@ -64,7 +65,7 @@ def shaped(trajectory: Trajectory, settings: RewardSettings, *, max_tokens: int,
         longest = max((len(turn.sampled_ids) for turn in trajectory.turns), default=0)
         penalty = settings.overlong_penalty * overlong(longest, max_length=max_tokens, zone=settings.overlong_tokens)
         reward, parts = reward + penalty, {**parts, OVERLONG: penalty}
-    return dataclasses.replace(trajectory, reward=reward, reward_parts=parts)
+    return dataclasses.replace(trajectory, reward=as_number(reward), reward_parts=parts)
 
 
 def check_weights(unseen: set[str], trajectories: Sequence[Trajectory]) -> set[str]:

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from infra.user_code import own_command, path_of
+from rollouts.reward_values import as_number
 from rollouts.rewards.reward_shaping import weighted_sum
 from rollouts.workflow import Score
-from settings.errors import InvalidInput
 
 _LONGEST_REPLY = 2**24  # bytes
 _COLLECT_SECONDS = 5.0
@@ -132,10 +132,12 @@ class RewardPool:
             raise RewardFailed(f"{name}: {reply['error']}")
         value = reply["value"]
         try:
-            return {key: _number(part) for key, part in value.items()} if isinstance(value, dict) else _number(value)
-        except (TypeError, ValueError) as error:
+            return (
+                {key: as_number(part) for key, part in value.items()} if isinstance(value, dict) else as_number(value)
+            )
+        except TypeError as error:
             returned = f"{name} returned {value!r}"
-            raise RewardFailed(f"{returned}; return a finite number, None or a dictionary of them") from error
+            raise RewardFailed(f"{returned}; return a number, None or a dictionary of them") from error
 
     async def _serve(self) -> None:
         """Let one child work until no call waits."""
@@ -291,7 +293,7 @@ async def _part(part: Part) -> float | None | dict[str, float | None]:
         function, *arguments = part
         return await _POOL.get().value(function, *arguments)
     value = await part if inspect.isawaitable(part) else part
-    return _number(value.reward if isinstance(value, Score) else value)
+    return as_number(value.reward if isinstance(value, Score) else value)
 
 
 def _kill(child: Process) -> None:
@@ -304,12 +306,3 @@ async def _collect(child: Process) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_COLLECT_SECONDS):
             await child.communicate()
-
-
-def _number(value: Any) -> float | None:
-    """None and NaN both mean not applicable."""
-    if value is None or math.isnan(float(value)):
-        return None
-    if math.isinf(float(value)):
-        raise InvalidInput("an infinite reward leaves no finite mean")
-    return float(value)

@@ -192,17 +192,19 @@ def _users_method(workflow: Workflow) -> Callable[..., object]:
 
 
 def _is_certain(error: Exception) -> bool:
-    """True if no other reply could have avoided it: a name that is nowhere, a field that our objects do not have."""
+    """True if no other reply could have avoided it: a name that is nowhere, a field that our objects do not have,
+    a reference answer that no reply equals."""
     ours = isinstance(error, AttributeError) and type(error.obj).__module__.partition(".")[0] in ("rollouts", "storage")
-    return ours or issubclass(_kind(error), NameError | ImportError)
+    return ours or issubclass(_kind(error), NameError | ImportError | InvalidInput)
 
 
 def _kind(error: Exception) -> type[BaseException]:
-    """The class of an error, or if a reward process only has its name, of the builtin one of that name."""
+    """The class of an error, or if a reward process only has its name, the one of that name."""
     if not isinstance(error, RewardFailed):
         return type(error)
     name = str(error).partition(": ")[2].partition("\n")[0].partition(":")[0]
-    return kind if isinstance(kind := getattr(builtins, name, None), type) else OSError
+    kind = InvalidInput if name == InvalidInput.__name__ else getattr(builtins, name, None)
+    return kind if isinstance(kind, type) else OSError
 
 
 def _is_of_a_server(error: Exception) -> bool:

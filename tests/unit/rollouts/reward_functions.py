@@ -10,8 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 
 def length(reply: str) -> int:
@@ -23,11 +27,19 @@ def parts(reply: str) -> dict[str, float | None]:
 
 
 def nothing(reply: str) -> Any:
-    return {"none": None, "nan": math.nan, "empty": {"only": None}, "no parts": {}}[reply]
+    return {"none": None, "nan": math.nan, "empty": {"only": None}, "no parts": {}, "infinity": math.inf}[reply]
+
+
+def number_like(reply: str) -> Any:
+    import torch
+
+    numbers = [np.float32(0.5), np.bool_(True), np.array(0.5), torch.tensor(0.5, requires_grad=True), Decimal("0.5")]
+    numbers += [Fraction(1, 2), True, np.int64(3), 10**400, torch.tensor(math.nan), Decimal("sNaN"), 1e39]
+    return {str(place): number for place, number in enumerate(numbers)}
 
 
 def wrong_type(reply: str) -> Any:
-    return {"list": [1.0], "text": "good", "object": object(), "part": {"right": "yes"}, "infinity": math.inf}[reply]
+    return {"list": [1.0], "text": "good", "object": object(), "part": {"right": "yes"}, "digits": "1"}[reply]
 
 
 def failing(reply: str) -> float:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +75,13 @@ def _group(tokens: ChatTokens, workflow: Workflow, *, engine: Any = None, **opti
 def _attempt(tokens: ChatTokens, workflow: Workflow, **options: Any) -> Trajectory:
     [trajectory] = _group(tokens, workflow, **options).trajectories
     return trajectory
+
+
+@pytest.mark.parametrize("nothing", [math.nan, math.inf, None, np.float32("nan")])
+def test_a_reward_that_is_no_number_is_none_and_so_are_the_returns_before_it(tokens: ChatTokens, nothing: Any):
+    trajectory = _attempt(tokens, _Workflow(lambda: _Counter(prize=nothing, step_reward=0.5)))
+    assert (trajectory.status, trajectory.reward) == ("ok", None) and not trajectory.usable
+    assert returns([1.0, None, Observation(reward=Decimal("0.5")).reward], discount=0.5) == [None, None, 0.5]
 
 
 def test_the_observation_of_reset_and_of_every_step_is_in_the_prompt(tokens: ChatTokens):

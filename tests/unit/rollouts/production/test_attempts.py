@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.attempts import Player
+from rollouts.production.evaluation import Tally
 from rollouts.rewards.scoring import RewardPool, RewardTimeout, score, score_all
 from rollouts.workflow import Score, Workflow, workflow_context
 from settings.reward import RewardSettings
 from storage.records import RolloutGroup, Sampling, Task
+from storage.shards.codec import summarise
 from tests.builders import a_config
 from tests.unit.rollouts.reward_functions import for_ever, length, nothing
 
@@ -46,7 +49,21 @@ class _Ranked(_Lengths):
         return [Score(reward=0.5, parts={"won": float(a.reward_parts["length"] == longest)}) for a in attempts]
 
 
-def _group(tokens: ChatTokens, workflow: Workflow, *, is_eval: bool = False, **settings: Any) -> RolloutGroup:
+class _Given(Workflow):
+    """Attempt n gets the n-th of some rewards."""
+
+    def __init__(self, *rewards: Any) -> None:
+        super().__init__()
+        self.rewards = rewards
+
+    async def run(self, task: Task, chat: Chat) -> Any:
+        await chat.ask(task.prompt)
+        return self.rewards[workflow_context().attempt]
+
+
+def _group(
+    tokens: ChatTokens, workflow: Workflow, *, is_eval: bool = False, drops_uniform: bool = False, **settings: Any
+) -> RolloutGroup:
     """Four attempts with replies of 1, 2, 3 and 4 tokens before the end token, of at most 5."""
     shaping = RewardSettings(**settings)
 
@@ -57,7 +74,9 @@ def _group(tokens: ChatTokens, workflow: Workflow, *, is_eval: bool = False, **s
                 engine=ScriptedEngine(lambda _, request: [5] * (int(request.split("/")[1]) + 1) + [1]),
                 tokens=tokens,
                 rewards=pool,
-                config=a_config(attempt_timeout=60.0, max_model_len=64).model_copy(update={"reward": shaping}),
+                config=a_config(attempt_timeout=60.0, max_model_len=64, drop_uniform_groups=drops_uniform).model_copy(
+                    update={"reward": shaping}
+                ),
             )
             task = Task(id="the task", prompt="3")
             where = {"group_id": "0.task", "position": 0, "epoch": 0, "n_samples": 4, "is_eval": is_eval}
@@ -74,6 +93,34 @@ def test_parts_stay_raw_and_the_reward_is_shaped(tokens: ChatTokens):
     assert [t.reward_parts for t in group.trajectories] == [
         {"length": float(n), "style": None, "constant": 1.0, "overlong": min(0.0, (2 - n) / 2)} for n in (1, 2, 3, 4)
     ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "settings", "reason"),
+    [
+        ((1, 1, 1, 1), {"overlong_tokens": 2}, "uniform reward 1"),  # the penalties differ
+        ((0.1 + 0.2, 0.3, 0.3, math.nan), {}, "uniform reward 0.3"),
+        ((0.0, 0.0, 0.0, 0.0), {"bias": 1.0, "overlong_tokens": 2}, "uniform reward 0"),
+        ((2.0, 3.0, 3.0, 3.0), {"clip": 1.0}, ""),  # alike only once clipped
+        ((0.3, 0.3, 0.3, 0.3001), {}, ""),
+        ((1e-5, 0.0, 0.0, 0.0), {}, ""),
+    ],
+)
+def test_groups_are_uniform_by_their_scores_before_shaping(
+    tokens: ChatTokens, rewards: tuple[float, ...], settings: dict[str, Any], reason: str
+):
+    group = _group(tokens, _Given(*rewards), drops_uniform=True, **settings)
+    assert (group.reject_reason, group.accepted) == (reason, not reason)
+
+
+def test_what_is_not_finite_is_no_reward_and_reaches_neither_log_nor_score(tokens: ChatTokens):
+    group = _group(tokens, _Given(math.nan, Score(reward=math.inf), 1e39, Score(reward=1, parts={"x": math.nan})))
+    assert [attempt.reward for attempt in group.trajectories] == [None, None, None, 1.0]
+    assert group.trajectories[3].reward_parts == {"x": None}
+    assert summarise(group).mean_reward == 1.0
+    tally = Tally(4)
+    tally.add(group)
+    assert tally.score == 0.25 and tally.failures == {"no_reward": 3}
 
 
 def test_an_evaluation_reports_the_tasks_own_reward(tokens: ChatTokens):

@@ -26,8 +26,9 @@ KEY = "sk-very-secret-4711"
 Answer = Callable[[], Response | Awaitable[Response]]
 
 
-def _says(text: Any) -> Answer:
-    return lambda: JSONResponse({"choices": [{"message": {"role": "assistant", "content": text}}]})
+def _says(text: Any, finish_reason: str = "stop") -> Answer:
+    message = {"role": "assistant", "content": text}
+    return lambda: JSONResponse({"choices": [{"message": message, "finish_reason": finish_reason}]})
 
 
 def _status(code: int, text: str = "no") -> Answer:
@@ -73,6 +74,10 @@ def test_a_verdict_is_the_last_score_in_the_answer():
         ('```json\n{\n  "score": "7",\n  "reason": "good"\n}\n```', 7.0),
         ('{"score": 2} at first, but no: {"reason": "x", "score": 9}', 9.0),
         *(("**Score:** 6/10", 6.0), ("score = 0", 0.0), ('{"score": "high"}', None)),
+        ('{"score": 8, "reason": "A score: 3 would be harsh."}\nMy score: 1', 8.0),
+        *(('{"verdict": {"score": 4}}', 4.0), ('{"score": null} Score: 5', None), ('{"score": "7/10"}', 7.0)),
+        *(('<think>{"score": 1}</think>{"score": 6}', 6.0), ('{"score": 1}<think>{"score": 6}', 1.0)),
+        *(('<think>{"score": 9}', None), ('{"score": true}', None), ('{"a": "{"} {"score": 2}', 2.0)),
         *(("", None), ("I cannot say.", None), ("10 out of 10", None)),
     ]:
         assert verdict_in(text) == score
@@ -132,6 +137,8 @@ async def test_what_may_pass_is_asked_again():
     [
         (_status(404, "no such model"), {"retries": 2}, 1, "404.*no such model"),
         (_status(500, "down"), {"retries": 2}, 3, "in 3 attempts.*500: down"),
+        (_says('{"score": 7}', "length"), {"retries": 1}, 2, "cut off; give it more max_tokens"),
+        (_says('{"score": 7}', "content_filter"), {"retries": 0}, 1, "cut off"),
         (_says("Hm."), {"retries": 2}, 3, "in 3 attempts.*without a score from 0 to 10: 'Hm.'"),
         (_status(500, "down"), {"timeout": 1.0, "retries": 1000}, None, "within 1 s.*500: down"),
         (None, {"timeout": 0.5}, None, "within 0.5 s"),

@@ -21,7 +21,7 @@ import pytest
 from infra.user_code import load_object
 from rollouts.rewards.answers import math_answer
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, score_all, set_reward_pool
-from rollouts.workflow import Score
+from rollouts.workflow import Score, as_score
 from tests.unit.rollouts import reward_functions as rewards
 
 pytestmark = pytest.mark.server
@@ -55,11 +55,26 @@ async def test_a_number_is_the_reward_and_its_only_part_and_named_parts_are_summ
 
 
 async def test_not_applicable_is_null_and_a_value_of_the_wrong_type_a_failure():
-    for scored in await _scores(*((rewards.nothing, kind) for kind in ("none", "nan", "empty", "no parts"))):
+    for scored in await _scores(
+        *((rewards.nothing, kind) for kind in ("none", "nan", "infinity", "empty", "no parts"))
+    ):
         assert isinstance(scored, Score) and scored.reward is None
-    kinds = ("list", "text", "object", "part", "infinity")
+    kinds = ("list", "text", "object", "part", "digits")
     for failed in await _scores(*((rewards.wrong_type, kind) for kind in kinds)):
         assert isinstance(failed, RewardFailed) and "wrong_type" in str(failed)
+
+
+LIKE_NUMBERS = [0.5, 1.0, 0.5, 0.5, 0.5, 0.5, 1.0, 3.0, None, None, None, None]
+
+
+async def test_numbers_of_any_library_are_rewards_and_what_is_not_finite_in_a_shard_is_none():
+    returned, named = rewards.number_like(""), {str(place): value for place, value in enumerate(LIKE_NUMBERS)}
+    async with _pool() as pool:
+        for scored in (await pool.score(rewards.number_like, ""), await score_all(returned)):
+            assert scored == Score(reward=7.5, parts=named)
+    for value, expected in zip(returned.values(), LIKE_NUMBERS, strict=True):
+        for scored in (as_score(value, rewards.number_like), as_score(Score(reward=value), rewards.number_like)):
+            assert scored.reward == expected and type(scored.reward) is type(expected)
 
 
 async def test_a_started_pool_has_its_processes_before_the_first_call_uses_them_and_ends_them():

@@ -88,9 +88,12 @@ def _check(folder: Path, methods: str, **settings: Any) -> None:
         ("raise OSError('no disk')", InvalidInput, r"workflow = .*: OSError: no disk\n  at .*mine\.py:14"),
         ("async def run(self, task, chat):\n    return None", Exception, r"Mine.run returned NoneType"),
         (
-            "async def run(self, task, chat):\n    return float('nan')",
-            Exception,
-            r"returned nan; a reward is a finite number",
+            "def tasks(self, split):\n"
+            "    return [Task(id=str(n), prompt='p', answer='answer is 10000') for n in range(9)]\n"
+            "async def run(self, task, chat):\n    from millrace import math_answer, score\n"
+            "    return await score(math_answer, await chat.ask('p'), task.answer)",
+            InvalidInput,
+            r"the reference answer 'answer is 10000' is a sentence",
         ),
         (
             "def tasks(self, split):\n    return [Task(id='a', prompt='p'), Task(id='a', prompt='q')]\n"
