@@ -103,7 +103,7 @@ class Chat:
     async def ask(self, text: str, *, tools: Sequence[Tool] = ()) -> str:
         """Send `text` as the user; returns the policy's reply, the one after its tool calls if it made any.
 
-        Raises what `complete` raises (`OutOfRoom` under `rollout.on_out_of_room = "score"` only from the second time on:
+        Raises what `complete` raises (`OutOfRoom` under `rollout.on_out_of_room = "score"` only the second time:
         the first reply without room is empty), and `ToolUnavailable` when a tool's infrastructure failed.
         """
         if not isinstance(text, str):
