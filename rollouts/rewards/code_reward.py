@@ -37,8 +37,9 @@ def unit_tests(
       plain data. Objects of the code's classes can be used, and compared with each other.
     * JSON: `[{"input": "2 3", "output": "5"}, …]` or `{"inputs": […], "outputs": […]}`: standard input and output.
       White space at the ends of lines is ignored; a script that ends with an error has failed.
-    * The same with `"fn_name"` (APPS, LiveCodeBench): calls of that function, or of that method of `Solution`, beside
-      what solutions for LeetCode need not import. Inputs are lists of arguments, or texts with one in JSON a line.
+    * The same with `"fn_name"` (APPS, LiveCodeBench): calls of that function, or of that method of `Solution`. Inputs
+      are lists of arguments, or texts with one in JSON a line. Under these tests, and all that name `Solution`, the code
+      has what solutions for LeetCode need not import.
     * JSON: a list of Python texts, as MBPP's `test_list`.
 
     All tests together have `seconds` of wall-clock, each process has `memory_gb` of address space. A test that has not
@@ -50,14 +51,14 @@ def unit_tests(
     """
     if not allow_unsandboxed:
         require_sandbox()
-    kind, pairs, source = _read(tests)
+    program, pairs, source = _read(tests)
     code = python_block(reply)
     if code is None:
         return 0.0
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="millrace-code-", ignore_cleanup_errors=True) as folder:
         if not pairs:
-            return _run_tests(kind, code, source, Path(folder), deadline=deadline, memory_gb=memory_gb)
+            return _run_tests(program, code, source, Path(folder), deadline=deadline, memory_gb=memory_gb)
         num_passed = 0
         for index, (given, expected) in enumerate(pairs):
             if time.monotonic() < deadline:
@@ -69,7 +70,7 @@ def unit_tests(
 
 @functools.lru_cache(maxsize=256)
 def _read(tests: str) -> tuple[str, list[tuple[str, str]], str]:
-    """How to check, pairs of input and expected output, and code of tests: one of the two is empty.
+    """The program that checks; pairs of input and expected output if it is `script`, else the tests as code.
 
     Raises `InvalidInput`.
     """
@@ -77,21 +78,19 @@ def _read(tests: str) -> tuple[str, list[tuple[str, str]], str]:
         data: Any = json.loads(tests)
     except ValueError:
         data = None
-    kind, pairs, source = "check", list[tuple[str, str]](), tests
     match data:
         case [str(), *_] if all(isinstance(each, str) for each in data):
-            source = "\n".join(data)
+            tests = "\n".join(data)
         case list() | dict():
             name, cases = _cases(data)
-            if name:
-                kind, source = "check_as_leetcode", _calls(name, cases)
-            else:
+            if not name:
                 return "script", [(_joined(given), _joined(expected)) for given, expected in cases], ""
+            tests = _calls(name, cases)
     try:
-        check_imports(read_tests(source))
+        check_imports(read_tests(tests))
     except CannotRun as error:
         raise InvalidInput(str(error)) from error
-    return kind, pairs, source
+    return "check_as_leetcode" if "Solution" in tests else "check", [], tests
 
 
 _FORMS = (
@@ -172,7 +171,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _run_tests(kind: str, code: str, tests: str, folder: Path, *, deadline: float, memory_gb: float) -> float:
+def _run_tests(program: str, code: str, tests: str, folder: Path, *, deadline: float, memory_gb: float) -> float:
     """The share of tests passed. The two processes share nothing but two pipes."""
     for name, text in (("solution", code), ("tests", tests)):
         (folder / name).mkdir()
@@ -183,7 +182,7 @@ def _run_tests(kind: str, code: str, tests: str, folder: Path, *, deadline: floa
     with (folder / "verdicts").open("wb") as verdicts:
         start = functools.partial(SandboxedProcess, seconds=left, memory_gb=memory_gb)
         server = start("serve", folder / "solution", pass_fds=[requests, tells])
-        checker = start(kind, folder / "tests", pass_fds=[asks, answers, verdicts.fileno()])
+        checker = start(program, folder / "tests", pass_fds=[asks, answers, verdicts.fileno()])
     for descriptor in (requests, asks, answers, tells):
         os.close(descriptor)  # only the children keep them, so that one notices the end of the other
     checker.wait(deadline)

@@ -31,7 +31,7 @@ _IN_ONE_PROCESS = {
     **dict.fromkeys(("capfd", "capsysbinary", "capfdbinary", "caplog"), "what it prints is not seen by the tests"),
     **dict.fromkeys(("redirect_stdout", "redirect_stderr"), "what it prints is not seen by the tests"),
     **dict.fromkeys(("monkeypatch", "mocker", "mock", "unittest.mock"), "what the tests replace is not replaced there"),
-    **dict.fromkeys(("sys.stdin", "sys.stdout", "sys.stderr"), "its standard streams are others"),
+    **dict.fromkeys(("sys", "builtins", "solution"), "what the tests replace is not replaced there"),
 }
 """Names that have an effect within one process only → why they have none on the code under test."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -66,13 +66,18 @@ def read_tests(source: str) -> TestPlan:
         raise CannotRun(f"the tests do not parse: {error}") from error
     nodes = list(ast.walk(ast.Module(body, [])))
     _check_names(nodes)
-    defined = [node for node in body if isinstance(node, _Function) and node.name.startswith("test")]
+    helpers = _called_with_arguments(body)  # HumanEval's `check(add)` by another name
+    defined = [
+        node
+        for node in body
+        if isinstance(node, _Function) and node.name.startswith("test") and node.name not in helpers
+    ]
     if late := [node for node in nodes if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test")]:
         raise CannotRun(f"line {late[0].lineno}: {late[0].name} is a coroutine; tests are called, not awaited")
     classes = {node.name: count for node in body if isinstance(node, ast.ClassDef) and (count := _num_methods(node))}
     needs_pytest = bool(classes) or any(_needs_pytest(node) for node in nodes)
     needs_pytest = needs_pytest or any(ast.unparse(each.args) or each.decorator_list for each in defined)
-    asserting = _asserting(body)
+    asserting = _asserting(body, {node.name for node in defined})
     statements = [node for node in body if not isinstance(node, _Function | ast.ClassDef) and _asserts(node, asserting)]
     functions = dict.fromkeys((node.name for node in defined), 1) | classes
     if not functions and not statements:
@@ -99,13 +104,13 @@ def _check_names(nodes: Sequence[ast.AST]) -> None:
         match node:
             case ast.arg(arg=name):
                 names = [name]
-            case ast.ImportFrom(module=module, names=aliases):
+            case ast.ImportFrom(module="unittest" | "unittest.mock" as module, names=aliases):
                 names = [str(module), *(alias.name for alias in aliases)]
             case ast.Import(names=aliases):
-                names = [alias.name for alias in aliases]
+                names = [alias.name for alias in aliases if alias.name in ("unittest.mock", "mock")]
             case ast.Assign(targets=targets):
-                names = [ast.unparse(target) for target in targets]
-            case ast.Attribute(attr="redirect_stdout" | "redirect_stderr" as name):
+                names = [ast.unparse(target.value) for target in targets if isinstance(target, ast.Attribute)]
+            case ast.Attribute(attr=name) | ast.Name(id=name) if name.startswith("redirect_std"):
                 names = [name]
             case _:
                 continue
@@ -126,9 +131,16 @@ def _num_methods(node: ast.ClassDef) -> int:
     return sum(isinstance(method, ast.FunctionDef) and method.name.startswith("test") for method in node.body)
 
 
-def _asserting(body: list[ast.stmt]) -> set[str]:
-    """Functions of the tests that assert, or call one that does; `test…` functions count on their own."""
-    functions = [node for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("test")]
+def _called_with_arguments(body: list[ast.stmt]) -> set[str]:
+    """Functions that top-level statements call, with arguments."""
+    statements = [node for node in body if not isinstance(node, _Function | ast.ClassDef)]
+    calls = [node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return {call.func.id for call in calls if isinstance(call.func, ast.Name) and call.args}
+
+
+def _asserting(body: list[ast.stmt], tests: set[str]) -> set[str]:
+    """Functions of the tests that assert, or call one that does; those that are tests count on their own."""
+    functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name not in tests]
     names: set[str] = set()
     while added := {node.name for node in functions if node.name not in names and _asserts(node, names)}:
         names |= added
@@ -241,8 +253,10 @@ def _run_pytest(module: types.ModuleType, num_others: int, verdicts: TextIO) -> 
 
         def pytest_exception_interact(self, call: Any) -> None:
             error = call.excinfo.value
-            if isinstance(error, NotPlain) or type(error).__name__ == "FixtureLookupError":
-                self.fault = str(getattr(error, "msg", "") or error or type(error).__name__)
+            if isinstance(error, NotPlain):
+                self.fault = str(error)
+            elif type(error).__name__ == "FixtureLookupError":
+                self.fault = f"there is no fixture {error.argname!r}"
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.failed:

@@ -140,7 +140,7 @@ def serve(file: Path, requests: TextIO, answers: TextIO) -> None:
         return {"value": _encode(value, number_of), "after": _encode(after, number_of)}
 
     def define(order: dict[str, Any]) -> dict[str, Any]:
-        if order["keywords"].get("as_leetcode"):
+        if _decode(order["keywords"], objects.__getitem__).get("as_leetcode"):
             _give_leetcode_names()
         names = run_module("solution", file).items()
         return {"value": _encode({name: value for name, value in names if not name.startswith("__")}, number_of)}

@@ -93,12 +93,14 @@ def test_what_is_no_block_of_python_is_none(reply: str):
     assert python_block(_in(reply, ADD)) is None and unit_tests(_in(reply, ADD), "assert add(2, 3) == 5") == 0.0
 
 
-TWO_SUM = "class Solution:\n    def two(self, nums: List[int], t: int) -> List[int]:\n        return RETURN"
-SUM = "return [nums.index(t - n) if 0 else i for i, n in enumerate(nums) if t - n in nums][:2]"
+TWO_SUM = "class Solution:\n    def two(self, nums: List[int], t: int) -> List[int]:\n        return list(RETURN)"
 CASES = {"inputs": [[[2, 7, 1], 9], [[3, 4], 7]], "outputs": [[0, 1], [0, 1]], "fn_name": "two"}
 TEXTS = [{"input": "[2, 7, 1]\n9", "output": "[0, 1]", "testtype": "functional", "metadata": {"func_name": "two"}}]
 TWO = "def two(nums, t): return [i for i, n in enumerate(nums) if t - n in nums][:2]", "def two(nums, t): return [1, 0]"
-METHOD = tuple(TWO_SUM.replace("RETURN", each) for each in (SUM.removeprefix("return "), "[9]"))
+METHOD = tuple(
+    TWO_SUM.replace("RETURN", each)
+    for each in ("deque(i for i, n in enumerate(nums) if t - n in nums and n < math.inf)", "[9]")
+)
 ECHO = "print(input())\nprint(input())", "print(1)\nprint(input())"
 PLUS = ADD, "def add(a, b):\n    return a - b - 1"
 TEST_CLASS = "class {}:\n    def test_a(self):\n        assert add(2, 3) == 5\n    def test_b(self):\n        assert add(0, 1) == 1"
@@ -116,6 +118,7 @@ RAISES = (
 )
 FORMS: list[tuple[object, str, str]] = [
     # LiveCodeBench and APPS: functions, methods, standard input
+    ("assert Solution().two([2, 7, 1], 9) == [0, 1]", *METHOD),
     *((CASES, *TWO), (CASES, *METHOD), (TEXTS, *TWO), (TEXTS, *METHOD), ({**CASES, "outputs": [[[0, 1]]] * 2}, *TWO)),
     ({"inputs": [[1]], "outputs": [{"1": [2]}], "fn_name": "f"}, "def f(x): return {x: (2,)}", "def f(x): return {x: 2}"),
     ({"inputs": ["1", "[]"], "outputs": ["[1]", "[[]]"], "fn_name": "f"}, "def f(x): return [x]", "def f(x): return x"),
@@ -137,6 +140,7 @@ FORMS: list[tuple[object, str, str]] = [
     (RAISES, ERROR.format("Odd"), ERROR.format("ValueError")),
     # asserts
     (MAIN.format("assert add(2, 3) == 5"), *PLUS),
+    ("def test(f):\n    assert f(2, 3) == 5\ntest(add)", *PLUS),
     ("def check(f):\n    assert f(2, 3) == 5\ncheck(add)\nprint('All passed')", *PLUS),
     ("def check(f):\n    assert f(2, 3) == 5\ndef main(): check(add)" + MAIN.format("main()"), *PLUS),
     ("for a, b, c in [(2, 3, 5), (0, 1, 1)]:\n    if add(a, b) != c: raise AssertionError", *PLUS),
@@ -173,7 +177,9 @@ def test_right_code_is_worth_one_and_wrong_code_nothing_under_every_form(tests: 
         ({"inputs": [1], "outputs": ["1"]}, "JSON tests must be"),
         ("async def test_a(): assert add(1, 1) == 2", "line 1: test_a is a coroutine"),
         ("x = 1\ndef test_a(capsys):\n    add(1, 1)", "line 2: the tests use capsys: the code under test runs in"),
-        ("import io, sys\nsys.stdout = io.StringIO()\nassert add(1, 1) == 2", "line 2: the tests use sys.stdout"),
+        ("import io, sys\nsys.stdout = io.StringIO()\nassert add(1, 1) == 2", "line 2: the tests use sys: "),
+        ("from contextlib import *\nwith redirect_stdout(None): add(1, 1)", "line 2: the tests use redirect_stdout"),
+        ("import builtins\nbuiltins.input = lambda: 1\nassert add(1, 1) == 2", "line 2: the tests use builtins"),
         ("from unittest import mock\nassert add(1, 1) == 2", "line 1: the tests use mock"),
         ("x = 1\nimport no_such_package\nassert add(1, 1) == 2", "line 2: the tests import no_such_package"),
     ],
@@ -188,7 +194,7 @@ def test_tests_that_no_code_can_pass_here_are_refused_whatever_the_reply(tests: 
     ("tests", "words"),
     [
         ("x = open('data.txt').read()\nassert add(1, 1) == 2", "line 1: the tests cannot be run here"),
-        ("def test_a(no_such_fixture): assert add(1, 1) == 2", "test_a: .*no_such_fixture"),
+        ("def test_a(no_such_fixture): assert add(1, 1) == 2", "test_a: there is no fixture 'no_such_fixture'"),
         ("class C(Base): pass\nassert C()", "derive a class"),
         ("import pytest\n@pytest.mark.skip\ndef test_a(): assert add(1, 1) == 2", "skip themselves"),
     ],
