@@ -38,7 +38,7 @@ def unit_tests(
     * JSON: `[{"input": "2 3", "output": "5"}, …]` or `{"inputs": […], "outputs": […]}`: standard input and output.
       White space at the ends of lines is ignored; a script that ends with an error has failed.
     * The same with `"fn_name"` (APPS, LiveCodeBench): calls of that function, or of that method of `Solution`. Inputs
-      are lists of arguments, or texts with one in JSON a line. Under these tests, and all that name `Solution`, the code
+      are lists of arguments, or texts with one in JSON a line. With these tests, or any that name `Solution`, code
       has what solutions for LeetCode need not import.
     * JSON: a list of Python texts, as MBPP's `test_list`.
 
