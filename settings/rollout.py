@@ -9,6 +9,7 @@ from pydantic import Field
 from settings.block import Block
 
 Fallback = Literal["fail", "skip_step", "masked"]
+OutOfRoomRule = Literal["exclude", "zero", "score"]
 
 
 class RolloutSettings(Block):
@@ -25,6 +26,12 @@ class RolloutSettings(Block):
     """How often the prompt of a failed group runs again."""
     exclude_statuses: list[Literal["truncated", "max_turns"]] = []
     """Attempts that end like this are counted and not trained (DAPO's overlong filtering)."""
+    on_out_of_room: OutOfRoomRule = "score"
+    """What an attempt is worth whose conversation fills `engine.max_model_len`, so that its next reply has no room.
+    `score`: what the workflow makes of an empty reply, and 0 if it then asks once more, or if it is an agent that gives
+    up; `zero`: 0; `exclude`: it has no reward and is not trained. `score` is the default because a policy that is never
+    told that it ran out of room does not learn to stay short, and because only the workflow knows what a failed attempt
+    is worth: where wrong replies cost −1, a 0 would reward running out of room. TRL and verl score cut replies too."""
     drop_uniform_groups: bool = False
     """Reject groups whose attempts all got the same score (DAPO's dynamic sampling): the weighted sum of the parts,
     before bias, scale, clip and the overlong penalty, and but for rounding."""

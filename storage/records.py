@@ -139,6 +139,8 @@ class Trajectory:
     """Unix seconds."""
     error: str = ""
     """The error, if the status names a failure."""
+    out_of_room: bool = False
+    """True if it ended because the conversation had filled the model's context."""
     excluded: bool = False
     """True if `rollout.exclude_statuses` names this status: the attempt is counted, and not trained."""
     vote: str | None = None

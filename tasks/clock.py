@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import psutil
 
@@ -54,6 +54,13 @@ def tree_bytes() -> int:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile
             total += process.memory_full_info().pss
     return total
+
+
+def out_of_room(shards: Sequence[Shard], group_ids: Collection[str]) -> dict[str, float]:
+    """Share of the groups' attempts that filled the model's context; empty without groups."""
+    groups = [group for shard in shards for group in shard.groups if group.id in group_ids]
+    attempts = sum(group.expected for group in groups)
+    return {"out_of_room_fraction": sum(group.out_of_room for group in groups) / attempts} if attempts else {}
 
 
 class RoundClock:

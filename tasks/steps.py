@@ -23,6 +23,7 @@ from settings.run_file import RunConfig
 from storage.log.claims import next_claim
 from storage.log.entries import Claim, Step
 from tasks.checks.learning_rate import FIRST_STEPS, nothing_moves
+from tasks.clock import out_of_room
 from tasks.session import RunSession
 from tasks.trainer import EveryClaimRefused
 from trainers.health import NonFinite
@@ -126,6 +127,7 @@ async def train_step(session: RunSession, *, claim: Claim, config: RunConfig) ->
     groups = [*claim.trained, *claim.stale, *claim.filtered, *claim.failed, *claim.cancelled]
     claimed = [shards[shard_id] for shard_id in dict.fromkeys(group.shard_id for group in groups)]
     metrics = await session.clock.metrics(claimed, num_producers=len(session.fleet.workers))
+    metrics |= out_of_room(claimed, {group.group_id for group in groups})
     facts = {"round_started": session.clock.round_started, "extra_metrics": metrics, "session_id": session.id}
     try:
         step = await session.trainer.step(claim, **facts)

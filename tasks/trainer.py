@@ -23,6 +23,8 @@ logger = logging.getLogger("millrace.train")
 
 SUSPICIOUS_GAP = 0.05
 """Nats per token; bfloat16 rounding stays well below."""
+MANY_OUT_OF_ROOM = 0.1
+"""Share of attempts that fill the context of which the driver warns."""
 REFUSALS = 3
 """Claims in a row that may be refused for their shards, without a step in between, before a run gives up."""
 
@@ -40,6 +42,7 @@ class TrainerHandle:
         self._hosted: Hosted | HostedGroup
         """Set by `open`."""
         self._warned_of_gap = False
+        self._warned_of_room = False
         self._refusals = 0
 
     async def open(self, name: str, path: str, *, settings: TrainSettings, **arguments: Any) -> Any:
@@ -84,6 +87,15 @@ class TrainerHandle:
             tokens = f" of {step.metrics['engine_gap_tokens']:.0f}" if "engine_gap_tokens" in step.metrics else ""
             disagree = f"engine and trainer differ by {gap:.2f} nats per token{tokens} on the same policy"
             logger.warning("step %d: %s; the engine may hold other weights", claim.step, disagree)
+        full = step.metrics.get("out_of_room_fraction", 0.0)
+        if full > MANY_OUT_OF_ROOM and not self._warned_of_room:
+            self._warned_of_room = True
+            logger.warning(
+                "step %d: %.0f %% of the attempts filled the model's context (engine.max_model_len) before they ended; "
+                "rollout.on_out_of_room says what they are worth",
+                claim.step,
+                100 * full,
+            )
         return step
 
     def _quarantine(self, reasons: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ In: the few values a test is about. Out: complete records, everything else plaus
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Collection, Sequence
@@ -200,7 +201,8 @@ def a_group(
 
 def a_summary(position: int = 0, **fields: Any) -> GroupSummary:
     """What the log keeps of `a_group(position, …)`."""
-    return summarise(a_group(position, **fields))
+    own = {name: fields.pop(name) for name in ("out_of_room",) if name in fields}
+    return dataclasses.replace(summarise(a_group(position, **fields)), **own)
 
 
 def a_shard(shard_id: str, groups: Sequence[GroupSummary], *, is_eval: bool = False) -> Shard:

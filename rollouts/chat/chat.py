@@ -27,7 +27,8 @@ from storage.records import Message, Sampling, ToolCall, Turn
 
 
 class OutOfRoom(Exception):
-    """The conversation has reached the model's length limit; the attempt ends as `truncated`."""
+    """The conversation has reached the model's length limit; the attempt ends as `truncated`, see
+    `rollout.on_out_of_room`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,8 @@ class Chat:
     max_tool_turns: int = 8
     tool_timeout: float = 30.0
     tool_output_chars: int = 8192
+    scores_out_of_room: bool = False
+    """True if `ask` returns an empty reply, once, where it would raise `OutOfRoom` after the first turn."""
     messages: list[Message] = dataclasses.field(default_factory=list, init=False)
     """The current conversation, with the last reply."""
     recorded: list[Message] = dataclasses.field(default_factory=list, init=False)
@@ -91,6 +94,8 @@ class Chat:
     """Seconds that the engine waited for its next policy before it began a reply."""
     max_turns_reached: bool = dataclasses.field(default=False, init=False)
     """True if the policy asked for tools once more than `max_tool_turns` allows."""
+    out_of_room: bool = dataclasses.field(default=False, init=False)
+    """True if the last request found no room for a token."""
     _num_requests: int = dataclasses.field(default=0, init=False)
     _num_tool_turns: int = dataclasses.field(default=0, init=False)
     _branches: list[_Branch] = dataclasses.field(default_factory=list, init=False)
@@ -98,14 +103,21 @@ class Chat:
     async def ask(self, text: str, *, tools: Sequence[Tool] = ()) -> str:
         """Send `text` as the user; returns the policy's reply, the one after its tool calls if it made any.
 
-        Raises what `complete` raises, and `ToolUnavailable` when a tool's infrastructure failed.
+        Raises what `complete` raises (`OutOfRoom` under `rollout.on_out_of_room = "score"` only the second time:
+        the first reply without room is empty), and `ToolUnavailable` when a tool's infrastructure failed.
         """
         if not isinstance(text, str):
             what = f"chat.ask() takes the user's text, not a {type(text).__name__}"
             raise TypeError(f"{what}; chat.complete() takes a list of Message")
         messages = [*self.messages, Message(role="user", content=text)]
+        was_out_of_room = self.out_of_room
         while True:
-            reply = await self.complete(messages, tools=tools)
+            try:
+                reply = await self.complete(messages, tools=tools)
+            except OutOfRoom:
+                if not (self.scores_out_of_room and self.turns) or was_out_of_room:
+                    raise
+                return ""
             if not (reply.tool_calls or reply.malformed_call):
                 return reply.text
             if self._num_tool_turns >= self.max_tool_turns:
@@ -135,7 +147,8 @@ class Chat:
             self._record_results(branch.reply, new, seconds=time.perf_counter() - branch.replied_at)
         prompt_ids = [*branch.ids, *context_ids]
         room = self.max_model_len - len(prompt_ids)
-        if room < 1:
+        self.out_of_room = room < 1
+        if self.out_of_room:
             raise OutOfRoom(f"{len(prompt_ids)} tokens of {self.max_model_len} are used")
         limits = [limit for limit in (self.sampling.max_tokens, room, max_tokens) if limit is not None]
         sampling = dataclasses.replace(self.sampling, max_tokens=min(limits))

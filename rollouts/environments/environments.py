@@ -93,7 +93,7 @@ class EnvironmentWorkflow(Workflow):
         rewards: list[float | None] = []
         while True:
             reply = await chat.ask(text, tools=tools)
-            if chat.max_turns_reached:  # the policy still asks for tools, so there is no reply for `step`
+            if chat.max_turns_reached or chat.out_of_room:  # tools or room ran out, so there is no reply for `step`
                 return [*rewards, 0.0]
             observation = await environment.step(reply)
             if isinstance(observation, str):

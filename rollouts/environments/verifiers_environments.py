@@ -106,12 +106,15 @@ class VerifiersWorkflow(Workflow):
             for trace_id in trace_ids:
                 del interception.attempts[trace_id]
             await session.close()
-        if session.fault is not None:  # the environment saw only an HTTP status
+        keeps_score = episode.ok and chat.out_of_room and chat.scores_out_of_room and bool(chat.turns)
+        if session.fault is not None and not keeps_score:  # the environment saw only an HTTP status
             raise session.fault
         trace = _trained(episode)
         chat.max_turns_reached = trace.stop_condition in _LIMITS
         rewards = {name: reward.score if reward else None for name, reward in trace.rewards.items()}
         has_reward = any(reward is not None for reward in rewards.values())
+        if session.fault is not None and not has_reward:
+            raise session.fault
         return Score(reward=trace.reward if has_reward else None, parts={**trace.metrics, **rewards})
 
     async def close(self) -> None:

@@ -66,7 +66,7 @@ class Player:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None  # one says it all
         scored = await self._scored_together(task, [attempt.result() for attempt in started])
-        self._unseen_weights = check_weights(self._unseen_weights, scored)
+        self._unseen_weights = check_weights(self._unseen_weights, [each for each in scored if not each.error])
         trajectories = [
             shaped(each, self.config.reward, max_tokens=sampling.max_tokens, is_eval=is_eval) for each in scored
         ]
@@ -98,7 +98,7 @@ class Player:
 
     async def _scored_together(self, task: Task, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Rewards that depend on the other attempts, if the workflow has such."""
-        usable = [trajectory for trajectory in trajectories if trajectory.usable]
+        usable = [each for each in trajectories if each.usable and not each.error]  # 0 by `on_out_of_room` stays 0
         if not usable:
             return trajectories
         set_reward_pool(self.rewards)
@@ -143,13 +143,16 @@ class Player:
             max_tool_turns=limits.max_tool_turns,
             tool_timeout=limits.tool_timeout,
             tool_output_chars=limits.tool_output_chars,
+            scores_out_of_room=limits.on_out_of_room == "score",
         )
         started_at, started = time.time(), time.perf_counter()
         score, error = Score(reward=None), ""
         try:
             async with asyncio.timeout(limits.attempt_timeout):
                 score = as_score(await self.workflow.run(task, chat), self.workflow.run)
-            status = "max_turns" if chat.max_turns_reached else "truncated" if chat.cut_off else "ok"
+            status = (
+                "max_turns" if chat.max_turns_reached else "truncated" if chat.cut_off or chat.out_of_room else "ok"
+            )
         except WrongWorkflow:
             raise
         except (TimeoutError, RewardTimeout) as exception:
@@ -160,6 +163,8 @@ class Player:
             status, error = "reward_error", failure_text(exception, str(exception))
         except OutOfRoom as exception:
             status, error = "truncated", str(exception)
+            if limits.on_out_of_room != "exclude" and chat.turns:  # a prompt that fills the model is not the policy's
+                score = Score(reward=0.0)
         except EngineError as exception:
             status, error = "engine_error", without_secrets(str(exception))
         except ToolUnavailable as exception:
@@ -178,6 +183,7 @@ class Player:
             started_at=started_at,
             finished_at=time.time(),
             error=error,
+            out_of_room=chat.out_of_room,
             excluded=not is_eval and status in limits.exclude_statuses,
             vote=score.vote,
         )

@@ -1,9 +1,9 @@
 """A reward for code: the share of unit tests that the code in a reply passes, in a sandbox.
 
-In: a reply with a ```python block, and tests. Out: a float from 0 to 1.
+In: a reply with a block of Python, and tests. Out: a float from 0 to 1.
 
     stdin/stdout pairs   the code runs in a new sandbox for each pair; its output is compared here
-    asserts              the code in one sandbox, the tests in another, which calls it (see `sandbox_process.py`)
+    all other tests      the code in one sandbox, the tests in another, which calls it (see `sandbox/solution.py`)
 
 It runs in a reward process, like every reward. The sandboxes are children of that process and die with it.
 """
@@ -13,16 +13,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from rollouts.rewards.code_blocks import python_block
+from rollouts.sandbox.code_tests import CannotRun, check_imports, read_tests
 from rollouts.sandbox.sandbox import SandboxedProcess, check_started, require_sandbox, run_script, write_text
 from settings.errors import InvalidInput
-
-_BLOCK = re.compile(r"```(?:python3?|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
 def unit_tests(
@@ -30,61 +29,149 @@ def unit_tests(
 ) -> float:
     """The share of `tests` that the last Python code block of `reply` passes; 0.0 without one.
 
-    `tests` is one of
-    * Python code. Each top-level statement with an `assert` and each `test…` function is a test; if there are none,
-      each top-level call is one (`check(add)`). Tests use the names that the code defines, or import `solution`.
-      Values cross as plain data. Objects of the code's classes can be used, and compared with each other.
+    A block is a fence of Markdown, however it is indented, quoted or tagged as Python. If none is tagged so, the last
+    one without a tag is taken. `tests` is one of
+    * Python code. Each top-level statement that asserts, or calls a function of the tests that does, is a test, and so
+      is each `test…` function; if there are none, each top-level call is. Classes, parameters and fixtures are run by
+      pytest, also those of unittest. Tests use the names that the code defines, or import `solution`. Values cross as
+      plain data. Objects of the code's classes can be used, and compared with each other.
     * JSON: `[{"input": "2 3", "output": "5"}, …]` or `{"inputs": […], "outputs": […]}`: standard input and output.
       White space at the ends of lines is ignored; a script that ends with an error has failed.
+    * The same with `"fn_name"` (APPS, LiveCodeBench): calls of that function, or of that method of `Solution`. Inputs
+      are lists of arguments, or texts with one in JSON a line. With these tests, or any that name `Solution`, code
+      has what solutions for LeetCode need not import.
+    * JSON: a list of Python texts, as MBPP's `test_list`.
 
     All tests together have `seconds` of wall-clock, each process has `memory_gb` of address space. A test that has not
     passed by then has failed, so keep `seconds` below the run file's `reward.timeout`.
 
     Raises `InvalidInput` for tests that can never run, and `SandboxUnavailable` if the machine cannot isolate the code,
-    unless `allow_unsandboxed`. Both end as status `reward_error`, not as reward 0.
+    unless `allow_unsandboxed`. Both end as status `reward_error`, not as reward 0, and stop a run before it starts if
+    the first tasks have such tests.
     """
     if not allow_unsandboxed:
         require_sandbox()
-    pairs = _pairs(tests)
-    blocks = _BLOCK.findall(reply)
-    if not blocks:
+    program, pairs, source = _read(tests)
+    code = python_block(reply)
+    if code is None:
         return 0.0
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="millrace-code-", ignore_cleanup_errors=True) as folder:
-        if pairs is None:
-            return _run_asserts(blocks[-1], tests, Path(folder), deadline=deadline, memory_gb=memory_gb)
+        if not pairs:
+            return _run_tests(program, code, source, Path(folder), deadline=deadline, memory_gb=memory_gb)
         num_passed = 0
         for index, (given, expected) in enumerate(pairs):
             if time.monotonic() < deadline:
                 home = Path(folder) / str(index)
-                status, printed = run_script(blocks[-1], given, home, deadline=deadline, memory_gb=memory_gb)
+                status, printed = run_script(code, given, home, deadline=deadline, memory_gb=memory_gb)
                 num_passed += status == 0 and _lines(printed) == _lines(expected)
     return num_passed / len(pairs)
 
 
-def _pairs(tests: str) -> list[tuple[str, str]] | None:
-    """Pairs of input and expected output; None if `tests` is code."""
+@functools.lru_cache(maxsize=256)
+def _read(tests: str) -> tuple[str, list[tuple[str, str]], str]:
+    """The program that checks; pairs of input and expected output if it is `script`, else the tests as code.
+
+    Raises `InvalidInput`.
+    """
     try:
         data: Any = json.loads(tests)
     except ValueError:
-        return None
+        data = None
     match data:
-        case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
-            pairs = list(zip(inputs, outputs, strict=True))
-        case [*cases] if all(isinstance(case, dict) and {"input", "output"} <= case.keys() for case in cases):
-            pairs = [(case["input"], case["output"]) for case in cases]
+        case [str(), *_] if all(isinstance(each, str) for each in data):
+            tests = "\n".join(data)
+        case list() | dict():
+            name, cases = _cases(data)
+            if not name:
+                return "script", [(_joined(given), _joined(expected)) for given, expected in cases], ""
+            tests = _calls(name, cases)
+    try:
+        check_imports(read_tests(tests))
+    except CannotRun as error:
+        raise InvalidInput(str(error)) from error
+    return "check_as_leetcode" if "Solution" in tests else "check", [], tests
+
+
+_FORMS = (
+    'JSON tests must be [{"input": "…", "output": "…"}, …] or {"inputs": […], "outputs": […]} with at least one pair '
+    'of texts; with {"fn_name": "…"}, if they call a function; or a list of Python texts'
+)
+
+
+def _cases(data: Any) -> tuple[str, list[tuple[Any, Any]]]:
+    """The name of the function that the tests call, empty for scripts, and pairs of input and output."""
+    names: set[str] = set()
+    match data:
+        case {"inputs": list(inputs), "outputs": list(outputs)} if inputs and len(inputs) == len(outputs):
+            cases = list(zip(inputs, outputs, strict=True))
+            members = [data]
+        case [*members] if members and all(isinstance(m, dict) and {"input", "output"} <= m.keys() for m in members):
+            cases = [(case["input"], case["output"]) for case in members]
         case _:
-            pairs = []
-    if not pairs or not all(isinstance(text, str) for pair in pairs for text in pair):
-        raise InvalidInput('JSON tests must be [{"input": "…", "output": "…"}, …] with at least one pair of texts')
-    return pairs
+            raise InvalidInput(_FORMS)
+    for member in members:
+        metadata = member.get("metadata")
+        about = {**(metadata if isinstance(metadata, dict) else {}), **member}
+        name = str(about.get("fn_name") or about.get("func_name") or "")
+        if not name and str(about.get("testtype", about.get("type", ""))).startswith("func"):
+            what = "these tests call a function and do not name it"
+            raise InvalidInput(
+                f'{what}: put {{"fn_name": "…"}} beside their inputs; LiveCodeBench has it in `metadata`'
+            )
+        names.add(name)
+    if len(names) > 1 or not all(name.isidentifier() for name in names if name):
+        raise InvalidInput(f"tests must name one function, or none, and not {sorted(names)}")
+    return names.pop(), cases
+
+
+def _joined(text: Any) -> str:
+    """A text of a script; APPS has some as lists of lines."""
+    lines = text if isinstance(text, list) else [text]
+    if not all(isinstance(line, str) for line in lines):
+        raise InvalidInput(_FORMS)
+    return "\n".join(lines)
+
+
+def _calls(name: str, cases: list[tuple[Any, Any]]) -> str:
+    """Tests that call a function, as code."""
+    try:
+        calls = [
+            [[json.loads(line) for line in given.splitlines() if line.strip()], json.loads(expected)]
+            if isinstance(given, str)
+            else [[*given], expected]
+            for given, expected in cases
+        ]
+    except (TypeError, ValueError) as error:
+        what = f"an input or output of {name} is neither a list of arguments nor text with one argument in JSON a line"
+        raise InvalidInput(f"{what}: {error}") from error
+    if all(not isinstance(given, str) and isinstance(out, list) and len(out) == 1 for given, out in cases):
+        calls = [[*call, expected[0]] for call, (_, expected) in zip(calls, cases, strict=True)]  # as some of APPS
+    lines = [f"assert passes(*calls[{index}])" for index in range(len(calls))]
+    return "\n".join([_CALL, f"calls = json.loads({json.dumps(calls)!r})", f"name = {name!r}", *lines])
+
+
+_CALL = """
+import json
+
+def passes(arguments, *expected):
+    space = globals()
+    owner = space["Solution"]() if "Solution" in space and hasattr(space["Solution"], name) else solution
+    return as_json(getattr(owner, name)(*arguments)) in expected
+
+def as_json(value):
+    if isinstance(value, (list, tuple)):
+        return [as_json(each) for each in value]
+    return {str(key): as_json(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+import solution"""
 
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _run_asserts(code: str, tests: str, folder: Path, *, deadline: float, memory_gb: float) -> float:
+def _run_tests(program: str, code: str, tests: str, folder: Path, *, deadline: float, memory_gb: float) -> float:
     """The share of tests passed. The two processes share nothing but two pipes."""
     for name, text in (("solution", code), ("tests", tests)):
         (folder / name).mkdir()
@@ -95,7 +182,7 @@ def _run_asserts(code: str, tests: str, folder: Path, *, deadline: float, memory
     with (folder / "verdicts").open("wb") as verdicts:
         start = functools.partial(SandboxedProcess, seconds=left, memory_gb=memory_gb)
         server = start("serve", folder / "solution", pass_fds=[requests, tells])
-        checker = start("check", folder / "tests", pass_fds=[asks, answers, verdicts.fileno()])
+        checker = start(program, folder / "tests", pass_fds=[asks, answers, verdicts.fileno()])
     for descriptor in (requests, asks, answers, tells):
         os.close(descriptor)  # only the children keep them, so that one notices the end of the other
     checker.wait(deadline)
@@ -106,7 +193,9 @@ def _run_asserts(code: str, tests: str, folder: Path, *, deadline: float, memory
     messages = [json.loads(line) for line in lines]
     if faults := [line["fault"] for line in messages if "fault" in line]:
         raise InvalidInput(faults[0])
-    check_started(has_served or (bool(messages) and not messages[0]["tests"]))
-    if not messages or not messages[0]["tests"]:
-        raise InvalidInput("the tests have no assert, no test function and no call, so there is nothing to pass")
-    return sum(line.get("passed", False) for line in messages) / messages[0]["tests"]
+    counts = [line["tests"] for line in messages if "tests" in line]
+    check_started(has_served and bool(counts))
+    num_tests = counts[-1] - sum(line.get("skipped", False) for line in messages)  # pytest counts after it collected
+    if not num_tests:
+        raise InvalidInput("the tests skip themselves, so there is nothing to pass")
+    return sum(line.get("passed", False) for line in messages) / num_tests

@@ -54,6 +54,8 @@ class GroupSummary:
     """Over usable attempts."""
     retried: bool = False
     """True if the group failed and its prompt runs again: the position stays free."""
+    out_of_room: int = 0
+    """Attempts that ended because they had filled the model's context, trained or not."""
 
 
 @dataclass(frozen=True, kw_only=True)

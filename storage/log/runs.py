@@ -29,8 +29,9 @@ from storage.objects.object_store import LocalStore, ObjectStore
 MAY_CHANGE = frozenset({"steps", "tracking", "store"})
 """Configuration keys that a resumed run may set to other values: they do not change what a committed step means."""
 
-MAY_DIFFER = frozenset({"train.num_ranks", "rollout.num_workers"})
-"""Keys that say where a run computes. The recorded values are for its replays; a resumed run may use others."""
+MAY_DIFFER = frozenset({"train.num_ranks", "rollout.num_workers", "rollout.on_out_of_room"})
+"""Keys that say where a run computes, and one that runs of before it may set to what they did. The recorded values are
+for its replays; a resumed run may use others."""
 
 _LONGEST_STALL = 1800.0
 """Seconds, for a run whose configuration does not say."""

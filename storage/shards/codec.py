@@ -79,6 +79,7 @@ def summarise(group: RolloutGroup) -> GroupSummary:
         tail_version=max(versions, default=NOT_SAMPLED),
         mean_reward=float(np.mean(rewards)) if rewards else None,
         retried=group.will_retry,
+        out_of_room=sum(trajectory.out_of_room for trajectory in group.trajectories),
     )
 
 

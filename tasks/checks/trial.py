@@ -13,6 +13,7 @@ import asyncio
 import builtins
 import contextlib
 import logging
+import re
 import sys
 import traceback
 from collections import Counter
@@ -43,6 +44,8 @@ _PLAYED = 2
 """Tasks of each split that every start plays."""
 _SECONDS = 10.0
 """A task that takes longer is passed over at a start."""
+_NEVER = re.compile(r"\A[^ ]+: (?:\w+\.)*(?:InvalidInput|SandboxUnavailable)\b")
+"""How errors of a reward process begin that are no reply's fault."""
 _CALL_MARKS = "<[{"
 """Each format of tool calls has one of these."""
 _PLAIN_REPLY = "42"
@@ -192,9 +195,11 @@ def _users_method(workflow: Workflow) -> Callable[..., object]:
 
 
 def _is_certain(error: Exception) -> bool:
-    """True if no other reply could have avoided it: a name that is nowhere, a field that our objects do not have,
-    a reference answer that no reply equals."""
+    """True if no other reply could have avoided it: a name that is nowhere, a field that our objects do not have, and
+    what our rewards say of the task or the machine."""
     ours = isinstance(error, AttributeError) and type(error.obj).__module__.partition(".")[0] in ("rollouts", "storage")
+    if isinstance(error, RewardFailed) and _NEVER.search(str(error)):
+        return True
     return ours or issubclass(_kind(error), NameError | ImportError | InvalidInput)
 
 

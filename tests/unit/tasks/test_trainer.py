@@ -12,6 +12,7 @@ import pytest
 from storage.log.entries import Claim
 from storage.log.run_log import RunLog
 from tasks import steps
+from tasks.clock import out_of_room
 from tasks.session import RunSession
 from tasks.trainer import EveryClaimRefused
 from tests.builders import a_claim, a_config, a_shard, a_step, a_summary
@@ -86,6 +87,19 @@ def test_a_step_in_between_starts_the_count_again_and_one_without_a_gap_is_not_s
     assert not session.trainer._warned_of_gap
     _take(session, {"engine_gap": 0.5})
     assert session.trainer._warned_of_gap
+
+
+def test_attempts_that_fill_the_context_are_a_metric_and_one_warning(
+    session: RunSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards = [a_shard("s", [a_summary(0, out_of_room=1), a_summary(1, expected=6)]), a_shard("t", [a_summary(2)])]
+    assert out_of_room(shards, {"0.task0", "0.task1"}) == {"out_of_room_fraction": 1 / 8}
+    assert out_of_room(shards, {}) == {}
+    _take(session, *({"out_of_room_fraction": share} for share in (0.1, 0.25, 0.5)))
+    assert [line for line in caplog.messages if "context" in line] == [
+        "step 2: 25 % of the attempts filled the model's context (engine.max_model_len) before they ended; "
+        "rollout.on_out_of_room says what they are worth"
+    ]
 
 
 def test_only_what_may_pass_is_tried_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -133,7 +134,6 @@ async def _endless(client: AsyncOpenAI) -> None:
         (_returns(float("inf")), "env_error", "finite"),
         (_contradictory, "env_error", "reward is 1.0 already"),
         (_returns(Score(reward=None)), "ok", ""),
-        (_endless, "truncated", "of 64 are used"),  # it gives up on a full context
     ],
 )
 def test_an_attempt_without_one_reward_enters_no_mean(text_tokens: ChatTokens, agent: Any, status: str, error: str):
@@ -142,7 +142,22 @@ def test_an_attempt_without_one_reward_enters_no_mean(text_tokens: ChatTokens, a
     for trajectory in group.trajectories:
         assert (trajectory.status, trajectory.reward) == (status, None)
         assert error in trajectory.error
-        assert len(trajectory.turns) == 4 or agent is not _endless
+
+
+@pytest.mark.parametrize(("rule", "reward"), [("score", 0.0), ("zero", 0.0), ("exclude", None)])
+def test_an_agent_that_gives_up_on_a_full_context_is_worth_what_the_run_file_says(
+    text_tokens: ChatTokens, rule: str, reward: float | None
+):
+    async def scores_itself(client: AsyncOpenAI) -> float:
+        with contextlib.suppress(openai.BadRequestError):
+            await _endless(client)
+        return -1.0
+
+    for agent, worth in ((_endless, reward), (scores_itself, -1.0)):
+        engine = an_engine(text_tokens, *["51"] * 9)
+        for trajectory in play(Agent(agent), text_tokens, engine, max_model_len=64, on_out_of_room=rule).trajectories:
+            assert (trajectory.status, trajectory.reward, len(trajectory.turns)) == ("truncated", worth, 4)
+            assert trajectory.out_of_room and ("of 64 are used" in trajectory.error) == (agent is _endless)
 
 
 def test_an_agent_that_gives_up_on_a_dead_engine_is_not_to_blame(text_tokens: ChatTokens):

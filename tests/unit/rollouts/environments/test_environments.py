@@ -196,6 +196,15 @@ def test_a_fault_of_the_environment_is_never_reward_zero_and_leaves_the_others_a
     assert [made.closed for made in workflow.made] == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize(("rule", "reward"), [("score", 1.0), ("zero", 0.0), ("exclude", None)])
+async def test_an_episode_without_room_keeps_the_rewards_of_its_turns(tokens: ChatTokens, rule: str, reward: Any):
+    engine, workflow = ScriptedEngine(lambda *_: [12, 1]), _Workflow(lambda: _Counter(length=9, step_reward=0.5))
+    group = await play_group(workflow, tokens, engine, TASK, max_model_len=16, on_out_of_room=rule)
+    [trajectory] = group.trajectories
+    assert (trajectory.status, trajectory.reward, len(trajectory.turns)) == ("truncated", reward, 2)
+    assert workflow.made[0].closed == 1
+
+
 class _Slow(_Counter):
     """Its step never returns."""
 

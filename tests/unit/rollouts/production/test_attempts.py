@@ -62,9 +62,18 @@ class _Given(Workflow):
 
 
 def _group(
-    tokens: ChatTokens, workflow: Workflow, *, is_eval: bool = False, drops_uniform: bool = False, **settings: Any
+    tokens: ChatTokens,
+    workflow: Workflow,
+    *,
+    is_eval: bool = False,
+    drops_uniform: bool = False,
+    max_model_len: int = 64,
+    rule: str = "score",
+    prompt: str = "3",
+    **settings: Any,
 ) -> RolloutGroup:
     """Four attempts with replies of 1, 2, 3 and 4 tokens before the end token, of at most 5."""
+    limits = {"attempt_timeout": 60.0, "max_model_len": max_model_len, "on_out_of_room": rule}
     shaping = RewardSettings(**settings)
 
     async def play() -> RolloutGroup:
@@ -74,11 +83,9 @@ def _group(
                 engine=ScriptedEngine(lambda _, request: [5] * (int(request.split("/")[1]) + 1) + [1]),
                 tokens=tokens,
                 rewards=pool,
-                config=a_config(attempt_timeout=60.0, max_model_len=64, drop_uniform_groups=drops_uniform).model_copy(
-                    update={"reward": shaping}
-                ),
+                config=a_config(**limits, drop_uniform_groups=drops_uniform).model_copy(update={"reward": shaping}),
             )
-            task = Task(id="the task", prompt="3")
+            task = Task(id="the task", prompt=prompt)
             where = {"group_id": "0.task", "position": 0, "epoch": 0, "n_samples": 4, "is_eval": is_eval}
             return await player.group(task, sampling=Sampling(max_tokens=5), **where)
 
@@ -138,6 +145,53 @@ def test_rewards_that_compare_a_group_are_shaped_too(tokens: ChatTokens):
 def test_a_misspelt_weight_stops_the_first_group(tokens: ChatTokens):
     with pytest.raises(ValueError, match="names lenght, but the reward parts are constant, length, style"):
         _group(tokens, _Lengths(), weights={"lenght": 2.0})
+
+
+class _Talk(Workflow):
+    """Asks five times, or until a reply is empty, which is worth −1; `asks_on` asks again, `is_ranked` compares."""
+
+    def __init__(self, *, asks_on: bool = False, is_ranked: bool = False) -> None:
+        self._asks_on, self._is_ranked = asks_on, is_ranked
+
+    async def run(self, task: Task, chat: Chat) -> Score:
+        for _ in range(5):
+            while not await chat.ask(task.prompt):
+                if self._asks_on:
+                    continue
+                return Score(reward=-1.0, parts={"length": 0.0})
+        return Score(reward=1.0, parts={"length": 5.0})
+
+    async def score_group(self, task: Task, attempts: Any) -> list[Score] | None:
+        return [Score(reward=attempt.reward_parts["length"]) for attempt in attempts] if self._is_ranked else None
+
+
+@pytest.mark.parametrize(
+    ("rule", "workflow", "rewards"),
+    [
+        ("score", _Talk(), [1.0, 1.0, 1.0, -1.0]),  # in the workflow's own scale
+        ("score", _Talk(asks_on=True), [1.0, 1.0, 1.0, 0.0]),
+        ("zero", _Talk(), [1.0, 1.0, 1.0, 0.0]),
+        ("zero", _Talk(is_ranked=True), [5.0, 5.0, 5.0, 0.0]),  # it has nothing to compare, and stays 0
+        ("exclude", _Talk(), [1.0, 1.0, 1.0, None]),
+    ],
+)
+def test_an_attempt_that_fills_the_context_is_worth_what_the_run_file_says(
+    tokens: ChatTokens, rule: str, workflow: Workflow, rewards: list[float | None]
+):
+    group = _group(tokens, workflow, rule=rule, max_model_len=35)
+    assert [t.reward for t in group.trajectories] == rewards
+    assert [t.status for t in group.trajectories] == ["ok", "ok", "ok", "truncated"]
+    assert summarise(group).out_of_room == 1 and summarise(group).usable == 4 - rewards.count(None)
+    early = _group(tokens, workflow, rule="zero", max_model_len=8, weights={"length": 1.0})  # parts that none has yet
+    assert [t.reward for t in early.trajectories] == [0.0] * 4
+
+
+@pytest.mark.parametrize("rule", ["score", "zero", "exclude"])
+def test_a_prompt_that_fills_the_context_is_not_the_policys_fault(tokens: ChatTokens, rule: str):
+    group = _group(tokens, _Talk(), rule=rule, max_model_len=8, prompt="33333333")
+    assert [(t.status, t.reward, t.turns, t.out_of_room) for t in group.trajectories] == [
+        ("truncated", None, [], 1)
+    ] * 4
 
 
 @pytest.mark.parametrize("on_timeout", ["exclude", "zero", "fail"])

@@ -56,7 +56,7 @@ def test_code_is_worth_the_share_of_tests_it_passes(reply: str, tests: str, wort
 
 
 def test_a_reply_without_working_code_is_worth_nothing():
-    for reply in ("", "I cannot.", RIGHT, f"```\n{RIGHT}\n```", "```python\n```", "```python\n)(\n```"):
+    for reply in ("", "I cannot.", RIGHT, f"```c\n{RIGHT}\n```", "```python\n```", "```python\n)(\n```"):
         assert unit_tests(reply, ASSERTS) == unit_tests(reply, PAIRS) == 0.0
 
 

@@ -85,6 +85,13 @@ def _check(folder: Path, methods: str, **settings: Any) -> None:
             InvalidInput,
             r"takes 1 positi",
         ),
+        (
+            "async def run(self, task, chat):\n    from millrace import unit_tests\n"
+            "    return await score(unit_tests, await chat.ask('1?'), 'x = 1\\nimport nowhere\\nassert f()')",
+            InvalidInput,
+            r"played before anything was started: .*line 2: the tests import nowhere, which is not installed"
+            r"[^\0]*\n  at .*mine\.py:16 in run",
+        ),
         ("raise OSError('no disk')", InvalidInput, r"workflow = .*: OSError: no disk\n  at .*mine\.py:14"),
         ("async def run(self, task, chat):\n    return None", Exception, r"Mine.run returned NoneType"),
         (
