@@ -53,6 +53,8 @@ class Message:
     """Text as the chat template saw it."""
     is_completion: bool = False
     """True if the policy wrote it."""
+    answer: str | None = None
+    """The part that follows the policy's thoughts, which rewards get; None if the content has no thoughts."""
 
 
 @dataclass(frozen=True, kw_only=True)

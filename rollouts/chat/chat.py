@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.thoughts import ThoughtParser
 from rollouts.chat.tool_parsing import ParsedReply, ToolParser
 from rollouts.chat.tools import Tool, run_calls
 from rollouts.engines.engine import Engine
@@ -35,7 +36,11 @@ class Reply(ParsedReply):
     """The policy's reply in one turn, split into text and calls."""
 
     text: str
-    """The whole reply, as recorded. To go on from here, send it as the `content` of an assistant message."""
+    """The whole reply, as recorded. To go on from here, send it or `answer` as an assistant message."""
+    thoughts: str | None
+    """What the policy thought before it answered; None if the reply has no thoughts."""
+    answer: str
+    """The reply without its thoughts, with its tool calls; empty if it was cut off inside them."""
     finish_reason: str
     """`stop` or `length`, from the engine."""
     turn_idx: int
@@ -79,6 +84,7 @@ class Chat:
     max_model_len: int
     request_id: str
     tool_parser: ToolParser | None = None
+    thought_parser: ThoughtParser = dataclasses.field(default_factory=ThoughtParser)
     max_tool_turns: int = 8
     tool_timeout: float = 30.0
     tool_output_chars: int = 8192
@@ -95,9 +101,10 @@ class Chat:
     _num_tool_turns: int = dataclasses.field(default=0, init=False)
     _branches: list[_Branch] = dataclasses.field(default_factory=list, init=False)
 
-    async def ask(self, text: str, *, tools: Sequence[Tool] = ()) -> str:
+    async def ask(self, text: str, *, tools: Sequence[Tool] = (), with_thoughts: bool = False) -> str:
         """Send `text` as the user; returns the policy's reply, the one after its tool calls if it made any.
 
+        The reply is the part that follows the policy's thoughts, or all of it with `with_thoughts`.
         Raises what `complete` raises, and `ToolUnavailable` when a tool's infrastructure failed.
         """
         if not isinstance(text, str):
@@ -106,11 +113,10 @@ class Chat:
         messages = [*self.messages, Message(role="user", content=text)]
         while True:
             reply = await self.complete(messages, tools=tools)
-            if not (reply.tool_calls or reply.malformed_call):
-                return reply.text
-            if self._num_tool_turns >= self.max_tool_turns:
-                self.max_turns_reached = True
-                return reply.text
+            called = bool(reply.tool_calls or reply.malformed_call)
+            self.max_turns_reached |= called and self._num_tool_turns >= self.max_tool_turns
+            if not called or self.max_turns_reached:
+                return reply.text if with_thoughts else reply.answer
             self._num_tool_turns += 1
             results = await self._run_tools(reply, tools)
             messages = [*self.messages, *results]
@@ -131,6 +137,7 @@ class Chat:
             context_ids = self.tokens.prompt(messages, tools=schemas)
         else:
             new = messages[len(branch.messages) :]
+            messages = [*branch.messages, *new]  # with the thoughts that the caller may have left out
             context_ids = self.tokens.continuation(new, ended=not branch.reply.cut_off)
             self._record_results(branch.reply, new, seconds=time.perf_counter() - branch.replied_at)
         prompt_ids = [*branch.ids, *context_ids]
@@ -147,10 +154,13 @@ class Chat:
             generation = await self.engine.generate(prompt_ids, sampling=sampling, request_id=request_id)
             generate_seconds = time.perf_counter() - started - generation.held_seconds
             self.held_seconds += generation.held_seconds
-            text = self.tokens.text(generation.token_ids, keep_special=bool(schemas))
-            parsed = ParsedReply(content=text, tool_calls=[])
+            keep_special = bool(schemas) or self.thought_parser.needs_special
+            text = self.tokens.text(generation.token_ids, keep_special=keep_special)
+            opening = self.tokens.text([*context_ids[-8:], self.tokens.end_id], keep_special=True)
+            thoughts, answer = self.thought_parser.split(text, opened=self.thought_parser.opened_by(opening))
+            parsed = ParsedReply(content=answer, tool_calls=[])
             if schemas and self.tool_parser is not None:
-                parsed = await self.tool_parser.parse(text, schemas)
+                parsed = await self.tool_parser.parse(answer, schemas)
         finally:
             branch.busy = False
         # No await from here on: a request that runs at the same time sees the whole turn or nothing of it.
@@ -170,15 +180,19 @@ class Chat:
         reply = Reply(
             **vars(parsed),
             text=text,
+            thoughts=thoughts,
+            answer=answer,
             finish_reason=generation.finish_reason,
             turn_idx=len(self.turns),
             num_prompt_tokens=len(prompt_ids),
         )
-        message = Message(role="assistant", content=text, is_completion=True)
+        message = Message(
+            role="assistant", content=text, is_completion=True, answer=None if thoughts is None else answer
+        )
         self.turns.append(turn)
         num_recorded = max((_shared(each.messages, messages) for each in self._branches), default=0)
         new = messages[num_recorded:]
-        self.recorded += [*(dataclasses.replace(each, is_completion=False) for each in new), message]
+        self.recorded += [*(dataclasses.replace(each, is_completion=False, answer=None) for each in new), message]
         self.messages = [*messages, message]
         branch.messages, branch.ids = list(self.messages), [*prompt_ids, *generation.token_ids]
         branch.reply, branch.replied_at = reply, time.perf_counter()
@@ -232,10 +246,10 @@ class Chat:
 
 
 def _shared(ones: Sequence[Message], others: Sequence[Message]) -> int:
-    """Length of the common beginning. Only role and content count, which the model sees, not `is_completion`."""
+    """Length of the common beginning. Only role and content count; the thoughts of `ones` may be left out."""
     count = 0
     for one, other in zip(ones, others, strict=False):
-        if (one.role, one.content) != (other.role, other.content):
+        if one.role != other.role or other.content not in (one.content, one.answer):
             break
         count += 1
     return count

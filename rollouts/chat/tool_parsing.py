@@ -15,9 +15,15 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from settings.errors import InvalidInput
+
+_REGISTRIES = {
+    "tool_parser": ("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER"),
+    "reasoning_parser": ("reasoning/__init__.py", "_REASONING_PARSERS_TO_REGISTER"),
+}
+"""Setting → vLLM's file, and the table of parsers in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +55,7 @@ class ToolParser:
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         """Raises `InvalidInput` for a name that the installed vLLM does not have."""
-        check_tool_parser(name)
+        check_parser("tool_parser", name)
         self._name = name
         self._tokenizer = tokenizer
         self._loaded: dict[str, tuple[Any, Any]] = {}
@@ -95,22 +101,24 @@ class ToolParser:
         return parser, request
 
 
-def check_tool_parser(name: str) -> None:
+def check_parser(setting: Literal["tool_parser", "reasoning_parser"], name: str) -> None:
     """Raise `InvalidInput`, with all names, for a parser that the installed vLLM does not have."""
-    names = known_tool_parsers()
-    if names and name not in names:
-        nearest = difflib.get_close_matches(name, names, n=1)
+    names = known_parsers(setting)
+    own = ["auto", "none"] if setting == "reasoning_parser" else []
+    if names and name not in [*own, *names]:
+        nearest = difflib.get_close_matches(name, [*own, *names], n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise InvalidInput(
-            f"engine.tool_parser = {name!r}: vLLM has no such parser{hint}; there are {', '.join(names)}"
+            f"engine.{setting} = {name!r}: vLLM has no such parser{hint}; there are {', '.join([*own, *names])}"
         )
 
 
-def known_tool_parsers() -> list[str]:
+def known_parsers(setting: str) -> list[str]:
     """Names of the parsers in the installed vLLM; empty if it is not installed."""
-    for statement in vllm_source("tool_parsers/__init__.py"):
+    file, table = _REGISTRIES[setting]
+    for statement in vllm_source(file):
         match statement:
-            case ast.Assign(targets=[ast.Name(id="_TOOL_PARSERS_TO_REGISTER")], value=ast.Dict(keys=keys)):
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name == table:
                 return sorted(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
     return []
 

@@ -25,7 +25,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, FiniteFloat
 
-from rollouts.chat.chat import Chat, OutOfRoom
+from rollouts.chat.chat import Chat, OutOfRoom, Reply
 from rollouts.endpoint.openai_responses import ResponseRequest, response, response_events
 from rollouts.endpoint.openai_wire import (
     Answer,
@@ -69,8 +69,8 @@ class Session:
         self.responses: dict[str, list[WireMessage]] = {}
         """Response id (Responses API) → the conversation up to and with that response, without instructions."""
         self.chat = chat
-        self._replies_with_calls: dict[Any, tuple[str, str]] = {}
-        """Tool calls → the text beside them, and the whole reply of the policy."""
+        self._replies_with_calls: dict[Any, Reply] = {}
+        """Tool calls → the reply that made them."""
         self._running: set[asyncio.Task[Any]] = set()
 
     async def answer(self, request: ChatRequest) -> Answer:
@@ -89,7 +89,7 @@ class Session:
             self.fault = error
             raise Refused(500, f"{type(error).__name__}: {error}") from error
         self.fault = None
-        calls, content = [], reply.text
+        calls, content = [], reply.answer
         if request.tool_choice == "auto":
             content = reply.content
             calls = [
@@ -97,10 +97,12 @@ class Session:
                 for call in reply.tool_calls
             ]
         if calls:
-            self._replies_with_calls[_form(calls)] = (content, reply.text)
+            self._replies_with_calls[_form(calls)] = reply
         turn = self.chat.turns[reply.turn_idx]
         return Answer(
             content=content,
+            thoughts=reply.thoughts,
+            thought_tokens=len(self.chat.tokens.tokenizer(reply.thoughts)["input_ids"]) if reply.thoughts else 0,
             calls=calls,
             turn=turn,
             prompt_tokens=reply.num_prompt_tokens,
@@ -142,8 +144,8 @@ class Session:
         """The message as the policy saw it: its own replies as it sampled them, with the markup of tool calls."""
         role, text = "system" if wire.role == "developer" else wire.role, wire.content
         if wire.tool_calls:
-            content, reply = self._replies_with_calls.get(_form(wire.tool_calls), ("", ""))
-            if not reply.startswith(content) or not reply:
+            reply = self._replies_with_calls.get(_form(wire.tool_calls))
+            if reply is None:
                 raise Refused(
                     400,
                     "the history has tool calls that the policy did not make in this session; send its messages back "
@@ -151,7 +153,8 @@ class Session:
                     param="messages",
                 )
             # Some clients leave out the text beside the calls. Any other text is an edit, and the Chat forks.
-            text = reply if text in ("", content) else text + reply.removeprefix(content)
+            same = text in ("", reply.content, reply.answer)
+            text = reply.text if same else text + reply.answer.removeprefix(reply.content)
         return Message(role=role, content=text)
 
 

@@ -60,6 +60,18 @@ class ResultItem(_Item):
     output: Text
 
 
+class ReasoningItem(_Item):
+    """Thoughts that the policy had: accepted and unused, because they are recorded."""
+
+    type: Literal["reasoning"]
+    summary: list[Any] = []
+    content: list[Any] = []
+    encrypted_content: str = ""
+
+
+Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, Field(discriminator="type")]
+
+
 class ResponseTool(Function):
     """One entry of `tools`."""
 
@@ -73,7 +85,7 @@ class ResponseRequest(Request):
         **{"include": [], "background": False, "top_logprobs": 0, "truncation": "disabled"},
         **{"parallel_tool_calls": True, "text": {"format": {"type": "text"}}},
     }
-    input: list[Annotated[MessageItem | CallItem | ResultItem, Field(discriminator="type")]] = Field(min_length=1)
+    input: list[Item] = Field(min_length=1)
     instructions: str = ""
     previous_response_id: str = ""
     tools: list[ResponseTool] = []
@@ -122,6 +134,9 @@ def response(answer: Answer, body: dict[str, Any]) -> Response:
     """A reply as OpenAI's client expects it. It repeats some fields of the request `body`."""
     status = "completed" if answer.turn.finish_reason == "stop" else "incomplete"
     output: list[dict[str, Any]] = []
+    if answer.thoughts is not None:
+        thought = {"type": "reasoning_text", "text": answer.thoughts}
+        output.append({"type": "reasoning", "summary": [], "content": [thought]})
     if answer.content or not answer.calls:
         text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
         output.append({"type": "message", "role": "assistant", "content": [text]})
@@ -150,7 +165,7 @@ def response(answer: Answer, body: dict[str, Any]) -> Response:
                 "input_tokens": answer.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": sampled,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": answer.thought_tokens},
                 "total_tokens": answer.prompt_tokens + sampled,
             },
         }
@@ -168,7 +183,7 @@ def _steps(made: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "response.created", {"response": begun}
     yield "response.in_progress", {"response": begun}
     for index, item in enumerate(made["output"]):
-        empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        empty: dict[str, Any] = {"function_call": {"arguments": ""}}.get(item["type"], {"content": []})
         yield "response.output_item.added", {"output_index": index, "item": {**item, "status": "in_progress", **empty}}
         place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
         if item["type"] == "message":
@@ -178,7 +193,7 @@ def _steps(made: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "response.output_text.delta", {**place, "delta": part["text"], "logprobs": []}
             yield "response.output_text.done", {**place, "text": part["text"], "logprobs": []}
             yield "response.content_part.done", {**place, "part": part}
-        else:
+        elif item["type"] == "function_call":
             yield "response.function_call_arguments.delta", {**place, "delta": item["arguments"]}
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield "response.function_call_arguments.done", {**place, **done}

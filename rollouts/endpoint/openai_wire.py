@@ -120,6 +120,9 @@ class WireMessage(Strict):
     """Accepted and unused, as by the chat templates."""
     tool_calls: list[Call] = []
     tool_call_id: str = ""
+    reasoning: str = ""
+    """Accepted and unused, as `reasoning_content`: the policy's own thoughts are recorded."""
+    reasoning_content: str = ""
 
 
 class StreamOptions(Strict):
@@ -186,7 +189,11 @@ class Answer:
     """The policy's reply, before it is written in one of OpenAI's formats."""
 
     content: str
-    """The reply without its tool calls."""
+    """The reply without its thoughts and tool calls."""
+    thoughts: str | None
+    """What the policy thought before it; None if it did not."""
+    thought_tokens: int
+    """Number of tokens of the thoughts."""
     calls: list[Call]
     turn: Turn
     """The recorded turn."""
@@ -206,6 +213,8 @@ def chat_completion(answer: Answer, *, model: str) -> ChatCompletion:
         ]
         logprobs = {"content": entries, "refusal": None}
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.thoughts is not None:
+        message["reasoning"] = answer.thoughts
     if answer.calls:
         calls = [call.model_dump() for call in answer.calls]
         message |= {"content": answer.content or None, "tool_calls": calls}
@@ -222,6 +231,7 @@ def chat_completion(answer: Answer, *, model: str) -> ChatCompletion:
                 "prompt_tokens": answer.prompt_tokens,
                 "completion_tokens": sampled,
                 "total_tokens": answer.prompt_tokens + sampled,
+                "completion_tokens_details": {"reasoning_tokens": answer.thought_tokens},
             },
         }
     )
@@ -232,7 +242,9 @@ def event_stream(completion: ChatCompletion, *, include_usage: bool) -> Iterator
     [choice] = completion.choices
     fields = choice.to_dict(exclude_unset=True)
     message: Any = fields["message"]
-    steps = [{"delta": {"role": "assistant", "content": message["content"]}, "logprobs": fields["logprobs"]}]
+    thoughts = {name: message[name] for name in ("reasoning",) if name in message}
+    first = {"role": "assistant", **thoughts, "content": message["content"]}
+    steps: list[dict[str, Any]] = [{"delta": first, "logprobs": fields["logprobs"]}]
     for index, call in enumerate(message.get("tool_calls", [])):
         steps.append({"delta": {"tool_calls": [{"index": index, **call}]}})
     steps.append({"delta": {}, "finish_reason": choice.finish_reason})

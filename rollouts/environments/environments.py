@@ -60,6 +60,8 @@ class EnvironmentWorkflow(Workflow):
 
     max_turns: int = 8
     """Replies per episode; an episode that is not done by then ends with status `max_turns`."""
+    with_thoughts: bool = False
+    """True gives `step` the whole reply, with the policy's thoughts."""
     discount: float = 1.0
     """γ: the factor of a reward for each turn before it."""
 
@@ -88,7 +90,7 @@ class EnvironmentWorkflow(Workflow):
         text = await environment.reset(task)
         rewards: list[float] = []
         while True:
-            reply = await chat.ask(text, tools=tools)
+            reply = await chat.ask(text, tools=tools, with_thoughts=self.with_thoughts)
             if chat.max_turns_reached:  # the policy still asks for tools, so there is no reply for `step`
                 return [*rewards, 0.0]
             observation = await environment.step(reply)

@@ -21,6 +21,7 @@ from storage.log.entries import GroupSummary, to_json
 from storage.records import NOT_SAMPLED, TRAINABLE_STATUSES, RolloutGroup, Sampling, Trajectory, Turn
 from storage.shards.schema import (
     ADAPTERS,
+    ANSWERS,
     CALL,
     CHECKED,
     LARGEST,
@@ -92,13 +93,17 @@ def shard_table(
         with ThreadPoolExecutor(max_workers=1) as beside:
             digest = beside.submit(content_sha256, pa.table(tokens))  # hashing does not hold the interpreter
             facts = _fact_columns(rows, sampling=sampling, is_eval=is_eval, worker_id=provenance.producer)
-            adapters = [list(_adapters(row).items()) for row in rows]
+            optional: dict[pa.Field, list[Any]] = {
+                ADAPTERS: [list(_adapters(row).items()) for row in rows],
+                ANSWERS: _answers(rows),
+            }
     except _Unwritable as error:
         raise BadShard(f"shard {provenance.shard_id}: {error}") from error
     columns = {**tokens, **facts}
     table = pa.Table.from_arrays([columns[field.name] for field in SCHEMA], schema=SCHEMA)
-    if any(adapters):
-        table = table.append_column(ADAPTERS, pa.array(adapters, ADAPTERS.type))
+    for field, values in optional.items():
+        if any(values):
+            table = table.append_column(field, _array(values, field))
     check(table, name=provenance.shard_id)
     heads, tails = columns["head_version"], columns["tail_version"]
     metadata = {
@@ -166,6 +171,12 @@ def _adapters(row: _Row) -> dict[int, str]:
             if served.setdefault(version, digest) != digest:
                 raise _Unwritable(f"group {row.group.id} was sampled by two adapters, both of policy version {version}")
     return served
+
+
+def _answers(rows: Sequence[_Row]) -> list[list[str | None]]:
+    """For each message of a row the part that follows its thoughts; empty for a row without thoughts."""
+    answers = [[m.answer for m in row.trajectory.messages] if row.sequence_idx == 0 else [] for row in rows]
+    return [each if any(answer is not None for answer in each) else [] for each in answers]
 
 
 def _token_columns(rows: Sequence[_Row]) -> dict[str, pa.Array]:

@@ -72,6 +72,9 @@ SCHEMA = pa.schema(
 
 ADAPTERS = pa.field("adapters", pa.map_(pa.int32(), pa.string()))
 """An additional column if adapters (LoRA) sampled: policy version → digest of the adapter in the engine."""
+ANSWERS = pa.field("answers", pa.list_(pa.string()))
+"""An additional column if a policy thought: for each of `messages` the part that follows its thoughts, or null."""
+OPTIONAL = (ADAPTERS, ANSWERS)
 
 
 def check_schema(schema: pa.Schema, *, name: str) -> None:
@@ -85,7 +88,7 @@ def check_schema(schema: pa.Schema, *, name: str) -> None:
     missing = [field.name for field in SCHEMA if field.name not in schema.names]
     if missing:
         raise BadShard(f"shard {name}: columns {missing} are missing")
-    for field in [*SCHEMA, ADAPTERS] if ADAPTERS.name in schema.names else SCHEMA:
+    for field in [*SCHEMA, *(field for field in OPTIONAL if field.name in schema.names)]:
         if (actual := schema.field(field.name).type) != field.type:
             raise BadShard(f"shard {name}: column {field.name} has type {actual}, schema version 1 has {field.type}")
 

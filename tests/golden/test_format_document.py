@@ -11,7 +11,7 @@ import pytest
 
 from storage.shards.failed_attempts import SCHEMA as FAILURES
 from storage.shards.reward_sets import SCHEMA as REWARDS
-from storage.shards.schema import ADAPTERS, CALL, MESSAGE, SCHEMA, TURN, content_sha256
+from storage.shards.schema import CALL, MESSAGE, OPTIONAL, SCHEMA, TURN, content_sha256
 from tests.shard_files import decode_shard
 
 FOLDER = Path(__file__).parent
@@ -47,7 +47,7 @@ def _table_after(heading: str) -> list[tuple[str, str]]:
     ("heading", "fields"),
     [
         ("## Columns", list(SCHEMA)),
-        ("| Optional column |", [ADAPTERS]),
+        ("| Optional column |", list(OPTIONAL)),
         ("| Failure column |", list(FAILURES)),
         ("| Reward column |", list(REWARDS)),
         *((f"`{name}`, a struct", list(kind)) for name, kind in STRUCTS.items()),

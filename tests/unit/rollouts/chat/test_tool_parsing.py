@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from rollouts.chat.tool_parsing import ParsedReply, ToolParser, known_tool_parsers
+from rollouts.chat.tool_parsing import ParsedReply, ToolParser, known_parsers
 from rollouts.chat.tools import tool
 from tests.unit.rollouts.chat.test_chat_tokens import family
 
@@ -86,9 +86,11 @@ def test_what_is_no_call_is_content_and_a_parser_keeps_nothing_of_the_replies_be
 
 
 def test_the_names_found_in_vllms_source_are_those_it_registers():
+    from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
-    assert known_tool_parsers() == sorted(ToolParserManager.lazy_parsers)
+    assert known_parsers("tool_parser") == sorted(ToolParserManager.lazy_parsers)
+    assert known_parsers("reasoning_parser") == sorted(ReasoningParserManager.lazy_parsers)
 
 
 def test_an_unknown_parser_and_one_of_another_model_family_are_refused_with_the_reason():

@@ -113,6 +113,29 @@ async def test_words_beside_a_call_that_were_edited_start_a_branch_and_other_cal
     assert 'Hm. [add {"a": 2, "b": 3}]' in text_tokens.tokenizer.decode(agent.chat.turns[1].context_ids)
 
 
+@pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
+async def test_thoughts_stand_beside_the_answer_call_nothing_and_need_not_be_sent_back(
+    text_tokens: ChatTokens, sent: Callable[[Any], Any]
+):
+    first, second = '<think>[add {"a": 9}]?</think>\nWell. [add {"a": 2, "b": 3}]', "<think>5</think>Five"
+    async with served(text_tokens, first, second, "ok") as agent:
+        history, message = await _call_add(agent)
+        [call] = message.tool_calls
+        assert (message.reasoning, message.content) == ('[add {"a": 9}]?', "Well. ")
+        assert json.loads(call.function.arguments) == {"a": 2, "b": 3}
+        history += [sent(message), {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+        create = agent.client.chat.completions.create
+        stream: Any = await create(model="any", messages=history, tools=[ADD], stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+        assert (deltas[0].reasoning, deltas[0].content) == ("5", "Five")
+        history += [{"role": "assistant", "content": "Five"}, {"role": "user", "content": "Thanks."}]
+        completion: Any = await create(model="any", messages=history, tools=[ADD])
+    assert not hasattr(completion.choices[0].message, "reasoning")
+    assert agent.sequences == [0, 0, 0]
+    spoken = [(message.content, message.answer) for message in agent.chat.recorded if message.is_completion]
+    assert spoken == [(first, 'Well. [add {"a": 2, "b": 3}]'), (second, "Five"), ("ok", None)]
+
+
 async def test_tool_choice_none_gives_calls_as_text_and_keeps_the_tools_in_the_prompt(text_tokens: ChatTokens):
     async with served(text_tokens, '[add {"a": 2}]', "ok") as agent:
         [first] = (await agent.ask("1", tools=[ADD], tool_choice="none")).choices

@@ -78,7 +78,6 @@ REFUSED: list[dict[str, Any]] = [
     *({"temperature": 0.2}, {"reasoning": {"effort": "high"}}, {"text": {"format": {"type": "json_object"}}}),
     *({"truncation": "auto"}, {"conversation": "conv_1"}, {"tools": [{"type": "web_search"}]}, {"input": []}),
     *({"tool_choice": "required"}, {"previous_response_id": "resp_unknown"}),
-    {"input": [{"type": "reasoning", "id": "r", "summary": []}]},
     {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
 ]
 
@@ -90,3 +89,18 @@ async def test_what_the_policy_cannot_honour_is_refused_by_name(text_tokens: Cha
                 await agent.client.responses.create(model="any", **{"input": "1", **option})
             assert str(caught.value.param).startswith(*option), option
     assert not agent.chat.turns
+
+
+async def test_thoughts_are_an_item_of_their_own_and_come_back_as_they_were(text_tokens: ChatTokens):
+    async with served(text_tokens, '<think>[add {"a": 9}] no</think>[add {"a": 2}]', "<think>so</think>2") as agent:
+        history: Any = [{"role": "user", "content": "Add."}]
+        made: Any = await agent.client.responses.create(model="any", input=history, tools=[TOOL])
+        thought, call = made.output
+        assert (thought.type, thought.content[0].text) == ("reasoning", '[add {"a": 9}] no')
+        assert (call.type, call.arguments) == ("function_call", '{"a": 2}')
+        assert made.usage.output_tokens_details.reasoning_tokens == len('[add {"a": 9}] no')
+        history += [*made.output, {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
+        async with agent.client.responses.stream(model="any", tools=[TOOL], input=history) as events:
+            [_ async for _ in events]
+            assert (await events.get_final_response()).output_text == "2"
+    assert agent.sequences == [0, 0]
