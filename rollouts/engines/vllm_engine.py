@@ -157,8 +157,7 @@ class VllmEngine:
             name = f"{request_id}.part{part_idx}" if part_idx else request_id
             completion = await self._sample([*prompt_ids, *token_ids], part, name)
             token_ids += completion.token_ids
-            # processed logprobs may round to slightly above 0
-            logprobs += [min(0.0, logprob) for logprob in completion.logprobs.logprobs]
+            logprobs += completion.logprobs.logprobs
             for span in completion.weight_versions or ():
                 versions += [int(span.version)] * (span.end - span.start)
             if completion.finish_reason != "abort" or self._aborts_begun == aborts_ended:

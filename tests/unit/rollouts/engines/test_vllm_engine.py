@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import sys
 import time
 from pathlib import Path
@@ -100,6 +101,18 @@ async def _settle() -> None:
 @pytest.fixture
 def bench(tmp_path: Path) -> _Bench:
     return _Bench(tmp_path)
+
+
+@pytest.mark.parametrize("logprob", [math.nan, 0.01, math.inf, -math.inf, 1e-5, -2.0])
+async def test_a_logprob_that_no_distribution_has_is_the_engines_fault(bench: _Bench, logprob: float):
+    await bench.start()
+    request = await bench.request("a", steps=3)
+    bench.vllm.weights = -logprob
+    if logprob in (1e-5, -2.0):
+        assert (await bench.finish(request)).logprobs == [-1.0] * 3 + [min(0.0, logprob)] * 3
+    else:
+        with pytest.raises(EngineError, match=f"log-probability of token 4 of 6 is {logprob}: its weights or its"):
+            await bench.finish(request)
 
 
 @pytest.mark.parametrize(("mode", "versions"), [("keep", [1, 1, 2, 2, 2, 2]), ("wait", [1] * 6)])
