@@ -113,7 +113,7 @@ class Chat:
         messages = [*self.messages, Message(role="user", content=text)]
         while True:
             reply = await self.complete(messages, tools=tools)
-            called = bool(reply.tool_calls or reply.malformed_call)
+            called = bool(reply.tool_calls or reply.malformed_calls)
             self.max_turns_reached |= called and self._num_tool_turns >= self.max_tool_turns
             if not called or self.max_turns_reached:
                 return reply.text if with_thoughts else reply.answer
@@ -208,9 +208,9 @@ class Chat:
         calls, unavailable = await run_calls(
             reply.tool_calls, tools, timeout=self.tool_timeout, output_chars=self.tool_output_chars
         )
-        if not reply.tool_calls:
+        for place, text in reversed(reply.malformed_calls):
             result = "error: this is no tool call that can be read; check its format"
-            calls = [ToolCall(name="", arguments=reply.malformed_call, result=result, failed=True)]
+            calls.insert(place, ToolCall(name="", arguments=text, result=result, failed=True))
         self._record_calls(reply, calls)
         if unavailable is not None:
             raise unavailable

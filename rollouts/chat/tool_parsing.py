@@ -2,6 +2,9 @@
 
 In: the name of a parser (`engine.tool_parser`), a tokenizer, and reply texts. Out: the calls, and the text without
 them. vLLM is imported when the first reply is parsed: the import takes seconds, and most runs have no tools.
+
+vLLM's parsers read a reply as a whole, and many find no call in it if one is broken, or if an argument contains a mark
+of calls. So such marks are hidden from them, and a reply of which they do not read every call is read call by call.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ import ast
 import asyncio
 import difflib
 import importlib.util
+import itertools
 import json
 import logging
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,8 +51,8 @@ class ParsedReply:
     """The text outside the calls."""
     tool_calls: list[CallRequest]
     """In the order they were written."""
-    malformed_call: str = ""
-    """The text after the mark that opens a call, if no call could be read."""
+    malformed_calls: list[tuple[int, str]] = field(default_factory=list)
+    """Calls that begin and cannot be read: how many readable ones stand before it, and its text."""
 
 
 class ToolParser:
@@ -69,19 +74,36 @@ class ToolParser:
         if key not in self._loaded:  # the first import of vLLM takes seconds: not on the event loop
             self._loaded[key] = await asyncio.to_thread(self._load, tools)
         parser, request = self._loaded[key]
-        try:
-            extracted = parser.extract_tool_calls(text, request)
-        except Exception:  # noqa: BLE001 - some parsers raise on text that only a policy in training writes
-            return ParsedReply(content=text, tool_calls=[], malformed_call=text)
-        if extracted.tools_called:
-            calls = [
-                CallRequest(id=call.id, name=call.function.name, arguments=call.function.arguments)
-                for call in extracted.tool_calls
-            ]
-            return ParsedReply(content=extracted.content or "", tool_calls=calls)
-        mark = getattr(parser, "tool_call_start_token", None) or getattr(parser, "bot_token", None)
-        malformed = text.partition(mark)[2] if mark else ""
-        return ParsedReply(content=text, tool_calls=[], malformed_call=malformed)
+        mark = _mark(parser)
+        hidden = _without_marks_in_values(text, mark)
+
+        def shown(part: str) -> str:
+            return part.replace(_HIDDEN, mark[0]).replace(_ESCAPED, mark[0]) if hidden != text else part
+
+        def calls_in(part: str) -> tuple[str, list[CallRequest]]:
+            try:
+                found = parser.extract_tool_calls(part, request)
+            except Exception:  # noqa: BLE001 - some parsers raise on text that only a policy in training writes
+                return "", []
+            calls = found.tool_calls if found.tools_called else []
+            functions = [(call.id, call.function.name, call.function.arguments) for call in calls]
+            read = [CallRequest(id=id, name=shown(name), arguments=shown(text)) for id, name, text in functions]
+            return shown(found.content or ""), read
+
+        content, calls = calls_in(hidden)
+        head, pieces = _pieces(hidden, mark)
+        malformed: list[tuple[int, str]] = []
+        if len(calls) < len(pieces):
+            calls, content = [], shown(head.partition(mark)[0] if mark else "")
+            for piece, alone in pieces:
+                _, read = calls_in(alone)
+                calls += read
+                if not read:
+                    malformed.append((len(calls), shown(piece.removeprefix(mark))))
+        if calls:
+            return ParsedReply(content=content, tool_calls=calls, malformed_calls=malformed)
+        malformed = [(0, shown(hidden.partition(mark)[2]))] if mark and mark in hidden else []
+        return ParsedReply(content=text, tool_calls=[], malformed_calls=malformed)
 
     def _load(self, tools: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
         """vLLM's parser for a set of tools, and the request that it takes."""
@@ -98,7 +120,80 @@ class ToolParser:
             raise InvalidInput(
                 f"engine.tool_parser = {self._name!r} does not fit this model's tokenizer: {error}"
             ) from error
+        if hasattr(parser, "skip_reasoning_parsing"):
+            parser.skip_reasoning_parsing = True  # the thoughts have been taken out
         return parser, request
+
+
+_HIDDEN = "\uf8fe"
+"""Stands for the first character of a mark inside a value: a character for private use."""
+_ESCAPED = json.dumps(_HIDDEN)[1:-1]
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_VALUE = re.compile(r"(?<=<arg_value>)(?:(?!<arg_key>|<arg_value>).)*?(?=</arg_value>)", re.DOTALL)
+_JSON_CALL = re.compile(r'\{\s*"(?:name|arguments|parameters)"\s*:')
+_OPTIONAL_MARKS = {"<|python_tag|>"}
+_PYTHON_CALL = re.compile(r"""(?<![\w'"])[A-Za-z_][\w.]*\(""")
+
+
+def _mark(parser: Any) -> str:
+    """What opens a call in this format; empty if nothing is known to."""
+    engine = getattr(parser, "_parser_engine", None)
+    terminals = engine.parser_engine_config.terminals if engine is not None else {}
+    names = ("tool_call_start_token", "bot_token", "tool_start_token", "tc_start", "bot_string")
+    marks = [terminals.get(name) for name in ("TOOL_START", "TOOL_CALLS", "TOOL_TOKEN")]
+    mark = next(filter(None, [*marks, *(getattr(parser, name, None) for name in names)]), "")
+    return str(mark if isinstance(mark, str) else mark[0])
+
+
+def _without_marks_in_values(text: str, mark: str) -> str:
+    """The text, with marks inside arguments hidden."""
+    if not mark:
+        return text
+
+    def hide(value: re.Match[str]) -> str:
+        return value[0].replace(mark[0], _HIDDEN)
+
+    for begin, end, is_whole in reversed(_json_calls(text)):
+        if is_whole:
+            text = text[:begin] + _STRING.sub(hide, text[begin:end]) + text[end:]
+    return _VALUE.sub(hide, text) if mark[0] == "<" else text
+
+
+def _json_calls(text: str) -> list[tuple[int, int, bool]]:
+    """Where calls in JSON begin and end, and whether each can be read."""
+    places, begin = [], 0
+    while match := _JSON_CALL.search(text, begin):
+        begin, is_whole = match.start(), True
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            following = _JSON_CALL.search(text, begin + 1)
+            end, is_whole = following.start() if following else len(text), False
+        if not is_whole or value.keys() & {"arguments", "parameters"}:
+            places.append((begin, end, is_whole))
+        begin = end
+    return places
+
+
+def _pieces(text: str, mark: str) -> tuple[str, list[tuple[str, str]]]:
+    """What stands before the calls, and each call as it stands there and as a reply of its own.
+
+    Calls are told apart by their marks, or in a list behind one mark, in JSON or in Python's syntax.
+    """
+    marks = [match.start() for match in re.finditer(re.escape(mark), text)] if mark else []
+    if len(marks) > 1:
+        pieces = [text[begin:end] for begin, end in itertools.pairwise([*marks, len(text)])]
+        return text[: marks[0]], [(piece, piece) for piece in pieces]
+    if mark and not marks and mark not in _OPTIONAL_MARKS:
+        return text, []
+    start = marks[0] if marks else 0
+    places = [begin for begin, _, _ in _json_calls(text) if begin >= start]
+    if not places and text.lstrip().startswith("["):
+        places = [match.start() for match in _PYTHON_CALL.finditer(text)]
+    head = text[: places[0]] if places else text
+    close = "]" if head.rstrip().endswith("[") else ""
+    pieces = [text[begin:end].rstrip(" \n,;]") for begin, end in itertools.pairwise([*places, len(text)])]
+    return head, [(piece, head + piece + close) for piece in pieces]
 
 
 def check_parser(setting: Literal["tool_parser", "reasoning_parser"], name: str) -> None:

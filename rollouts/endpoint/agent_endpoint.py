@@ -17,6 +17,7 @@ import contextvars
 import json
 import secrets
 import socket
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
@@ -69,13 +70,13 @@ class Session:
         self.responses: dict[str, list[WireMessage]] = {}
         """Response id (Responses API) → the conversation up to and with that response, without instructions."""
         self.chat = chat
-        self._replies_with_calls: dict[Any, Reply] = {}
-        """Tool calls → the reply that made them."""
+        self._made: dict[str, tuple[Reply, list[Call]]] = {}
+        """Id of a tool call → the reply that made it, and all calls of that reply."""
         self._running: set[asyncio.Task[Any]] = set()
 
     async def answer(self, request: ChatRequest) -> Answer:
         """Let the policy reply to a conversation. Raises `Refused`."""
-        messages = [self._message(message) for message in request.messages]
+        messages = self._conversation(request.messages)
         tools = [tool.model_dump(exclude_unset=True) for tool in request.tools]
         try:
             reply = await self.chat.complete(messages, tools=tools, max_tokens=request.limit)
@@ -92,12 +93,12 @@ class Session:
         calls, content = [], reply.answer
         if request.tool_choice == "auto":
             content = reply.content
-            calls = [
-                Call(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
-                for call in reply.tool_calls
-            ]
-        if calls:
-            self._replies_with_calls[_form(calls)] = reply
+            for call in reply.tool_calls:
+                function = CalledFunction(name=call.name, arguments=call.arguments)
+                # Some parsers count a reply's calls from 0.
+                unique = call.id if call.id not in self._made else f"call_{uuid.uuid4().hex}"
+                calls.append(Call(id=unique, function=function))
+                self._made[unique] = reply, calls
         turn = self.chat.turns[reply.turn_idx]
         return Answer(
             content=content,
@@ -140,22 +141,47 @@ class Session:
         """Cancel running requests. After this no turn is added to the attempt."""
         await _cancel(*self._running)
 
-    def _message(self, wire: WireMessage) -> Message:
-        """The message as the policy saw it: its own replies as it sampled them, with the markup of tool calls."""
-        role, text = "system" if wire.role == "developer" else wire.role, wire.content
-        if wire.tool_calls:
-            reply = self._replies_with_calls.get(_form(wire.tool_calls))
-            if reply is None:
-                raise Refused(
-                    400,
-                    "the history has tool calls that the policy did not make in this session; send its messages back "
-                    "as they came, or say what happened in words",
-                    param="messages",
+    def _conversation(self, wires: Sequence[WireMessage]) -> list[Message]:
+        """The messages as the policy saw them: its own replies as it sampled them, with the markup of tool calls, and
+        the results of calls in the order of the calls. Raises `Refused`."""
+        messages: list[Message] = []
+        rest = list(wires)
+        while rest:
+            wire = rest.pop(0)
+            if not wire.tool_calls:
+                messages.append(Message(role="system" if wire.role == "developer" else wire.role, content=wire.content))
+                continue
+            reply, calls = self._made_by(wire)
+            place_of = {call.id: place for place, call in enumerate(calls)}
+            sent, results, text = list(wire.tool_calls), dict[int, Message](), wire.content
+            # Some agents send each call with its result, one after the other.
+            while rest and (rest[0].role == "tool" or any(call.id in place_of for call in rest[0].tool_calls)):
+                wire = rest.pop(0)
+                sent, text = [*sent, *wire.tool_calls], text or ("" if wire.role == "tool" else wire.content)
+                if wire.role == "tool":
+                    place = place_of.get(wire.tool_call_id, -1) if wire.tool_call_id else len(results)
+                    if place in results or place < 0:
+                        problem = "has two results" if place in results else "is not of the message before its result"
+                        raise _wrong_history(f"the tool call {wire.tool_call_id!r} {problem}")
+                    results[place] = Message(role="tool", content=wire.content)
+            if sorted(map(_form, sent)) != sorted(map(_form, calls)):
+                raise _wrong_history(
+                    f"the policy's reply with {', '.join(place_of)} is not in the history as it was made: its "
+                    f"{len(calls)} calls {[_form(call)[1:] for call in calls]} became {[_form(c)[1:] for c in sent]}"
                 )
             # Some clients leave out the text beside the calls. Any other text is an edit, and the Chat forks.
             same = text in ("", reply.content, reply.answer)
             text = reply.text if same else text + reply.answer.removeprefix(reply.content)
-        return Message(role=role, content=text)
+            messages.append(Message(role="assistant", content=text))
+            messages += [results[place] for place in sorted(results)]
+        return messages
+
+    def _made_by(self, wire: WireMessage) -> tuple[Reply, list[Call]]:
+        """The reply with a message's calls, and all its calls."""
+        made = self._made.get(wire.tool_calls[0].id)
+        if made is None:
+            raise _wrong_history(f"the policy did not make the tool call {wire.tool_calls[0].id!r} in this session")
+        return made
 
 
 class AgentEndpoint:
@@ -312,9 +338,14 @@ def _unknown_key() -> Refused:
     return Refused(401, "no attempt that is running has this API key", code="invalid_api_key")
 
 
-def _form(calls: Sequence[Call]) -> Any:
-    """A form of calls that stays equal if an agent's client parses the arguments and writes them again."""
-    return tuple((call.id, call.function.name, _normal(call.function.arguments)) for call in calls)
+def _wrong_history(problem: str) -> Refused:
+    remedy = "send the policy's messages back as they came, or say what happened in words"
+    return Refused(400, f"{problem}; {remedy}", param="messages")
+
+
+def _form(call: Call) -> tuple[str, str, str]:
+    """A form of a call that stays equal if an agent's client parses the arguments and writes them again."""
+    return call.id, call.function.name, _normal(call.function.arguments)
 
 
 def _normal(arguments: str) -> str:

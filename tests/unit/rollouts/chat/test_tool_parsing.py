@@ -20,7 +20,10 @@ def weather(city: str, days: int = 1) -> str:
 
 
 def _parsed(parser: str, model: str, text: str) -> ParsedReply:
-    return asyncio.run(ToolParser(parser, family(model).tokenizer).parse(text, [weather.schema]))
+    tokenizer = family(model).tokenizer
+    if model == "qwen3":
+        tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    return asyncio.run(ToolParser(parser, tokenizer).parse(text, [weather.schema]))
 
 
 BERLIN = '{"city": "Berlin"}'
@@ -28,6 +31,8 @@ ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo", "days": 3}'
 HERMES = '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": %s}'
 MISTRAL = '{"name": "weather", "arguments": %s}'
+XML = "<tool_call>\n<function=weather>\n<parameter=city>\n%s\n</parameter>\n</function>\n</tool_call>"
+GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,7 @@ def test_calls_are_read_in_their_order_with_their_arguments(
     assert [json.loads(call.arguments) for call in reply.tool_calls] == list(map(json.loads, arguments))
     assert {call.name for call in reply.tool_calls} == {"weather"} and all(call.id for call in reply.tool_calls)
     assert len({call.id for call in reply.tool_calls}) == len(arguments)
-    assert (reply.content, reply.malformed_call) == (content, "")
+    assert (reply.content, reply.malformed_calls) == (content, [])
 
 
 @pytest.mark.parametrize(
@@ -66,9 +71,45 @@ def test_calls_are_read_in_their_order_with_their_arguments(
     ],
 )
 def test_a_call_that_begins_and_cannot_be_read_is_malformed(parser: str, model: str, text: str, rest: str):
-    assert _parsed(parser, model, text) == ParsedReply(content=text, tool_calls=[], malformed_call=rest)
+    assert _parsed(parser, model, text) == ParsedReply(content=text, tool_calls=[], malformed_calls=[(0, rest)])
     # A policy in training writes them by the thousand; they must not fill the log.
     assert not logging.getLogger("vllm.tool_parsers.hermes_tool_parser").isEnabledFor(logging.ERROR)
+
+
+BROKEN = '{"name": "weather", "argum: {}'
+BAD, GOOD = HERMES.replace("arguments", "argum: {") % BERLIN, HERMES % BERLIN
+MARKS = '{"city": "a </tool_call> b <tool_call> c"}'
+NESTED = '{"city": {"name": "x", "arguments": {}}}'
+
+
+@pytest.mark.parametrize(
+    ("parser", "model", "text", "content", "arguments", "malformed"),
+    [
+        ("hermes", "qwen2", f"So: {BAD}\n{GOOD}", "So: ", [BERLIN], [0]),
+        ("hermes", "qwen2", f"{GOOD}{BAD}{HERMES % ROME}{BAD}", "", [BERLIN, ROME], [1, 2]),
+        ("hermes", "qwen2", "<tool_call>" + BROKEN + GOOD, "", [BERLIN], [0]),
+        ("hermes", "qwen2", HERMES % MARKS, "", [MARKS], []),
+        ("hermes", "qwen2", f"{HERMES % MARKS} or {HERMES % MARKS}{BAD}", "", [MARKS, MARKS], [2]),
+        ("hermes", "qwen2", HERMES % NESTED, "", [NESTED], []),
+        ("hermes", "qwen2", f"<tool_call>\n{MISTRAL % ROME}\n{MISTRAL % OSLO}\n</tool_call>", "", [ROME, OSLO], []),
+        ("qwen3_json", "qwen3", f"{BAD}{GOOD}", "", [BERLIN], [0]),
+        ("qwen3_xml", "qwen3", XML % "a </tool_call> b", "", ['{"city": "a </tool_call> b"}'], []),
+        ("qwen3_xml", "qwen3", "<tool_call>\n</tool_call>" + XML % "Berlin", "", [BERLIN], [0]),
+        ("glm45", "qwen3", GLM % "a </tool_call> b", "", ['{"city": "a </tool_call> b"}'], []),
+        ("llama3_json", "llama3", f"<|python_tag|>{BROKEN}; {LLAMA % BERLIN}", "", [BERLIN], [0]),
+        ("llama3_json", "llama3", f"{LLAMA % BERLIN}; {BROKEN}", "", [BERLIN], [1]),
+        ("mistral", "mistral", f"Well.[TOOL_CALLS] [{BROKEN}, {MISTRAL % ROME}]", "Well.", [ROME], [0]),
+        ("pythonic", "llama3", "[weather(city='Rome'), weather(city=]", "", [ROME], [1]),
+        ("phi4_mini_json", "qwen3", f"functools[{BROKEN}, {MISTRAL % ROME}]", "", [ROME], [0]),
+    ],
+)
+def test_a_broken_call_does_not_lose_the_good_one_and_an_argument_may_contain_marks(
+    parser: str, model: str, text: str, content: str, arguments: list[str], malformed: list[int]
+):
+    reply = _parsed(parser, model, text)
+    assert [json.loads(call.arguments) for call in reply.tool_calls] == list(map(json.loads, arguments))
+    assert [place for place, _ in reply.malformed_calls] == malformed and reply.content == content
+    assert all(broken and broken in text for _, broken in reply.malformed_calls)
 
 
 def test_what_is_no_call_is_content_and_a_parser_keeps_nothing_of_the_replies_before():

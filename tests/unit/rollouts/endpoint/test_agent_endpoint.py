@@ -98,13 +98,69 @@ async def test_a_tool_call_comes_back_and_its_branch_goes_on(text_tokens: ChatTo
     assert executed.seconds > 0 and not agent.chat.turns[1].tool_calls
 
 
+TWO = 'Both: [add {"a": 2}][add {"b": 3}]'
+ORDERS: dict[str, Callable[[Any, Any, Any], list[Any]]] = {
+    "in order": lambda message, first, second: [message, first, second],
+    "the other way round": lambda message, first, second: [message, second, first],
+    "each call with its result": lambda message, first, second: [
+        *({**message, "tool_calls": message["tool_calls"][:1]}, first),
+        *({**message, "tool_calls": message["tool_calls"][1:]}, second),
+    ],
+    "calls in the other order": lambda message, first, second: [
+        *({**message, "tool_calls": message["tool_calls"][::-1]}, second, first)
+    ],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+async def test_results_go_to_their_calls_in_whatever_order_they_come(
+    text_tokens: ChatTokens, order: Callable[[Any, Any, Any], list[Any]]
+):
+    async with served(text_tokens, TWO, "ok") as agent:
+        history, message = await _call_add(agent)
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": f"{name} result"}
+            for call, name in zip(message.tool_calls, ("first", "second"), strict=True)
+        ]
+        history += order(_plain(message), *results)
+        await agent.client.chat.completions.create(model="any", messages=history, tools=[ADD])
+    assert agent.sequences == [0, 0]
+    assert [message.content for message in agent.chat.recorded if message.role == "tool"] == [
+        "first result",
+        "second result",
+    ]
+    assert [call.result for call in agent.chat.turns[0].tool_calls] == ["first result", "second result"]
+
+
+async def test_a_history_with_other_calls_or_results_is_refused_with_the_true_reason(text_tokens: ChatTokens):
+    async with served(text_tokens, TWO) as agent:
+        history, message = await _call_add(agent)
+        plain, (first, second) = _plain(message), (call.id for call in message.tool_calls)
+        result: Any = {"role": "tool", "content": "5"}
+        one = {**plain, "tool_calls": plain["tool_calls"][:1]}
+        stranger = {**plain, "tool_calls": [{**plain["tool_calls"][0], "id": "other"}]}
+        cases: list[tuple[list[Any], str]] = [
+            (
+                [one, {**result, "tool_call_id": first}],
+                f"reply with {first}, {second} is not in .*its 2 calls",
+            ),
+            ([plain, *[{**result, "tool_call_id": first}] * 2], f"tool call '{first}' has two results"),
+            ([plain, {**result, "tool_call_id": "x"}], "the tool call 'x' is not of the message before its result"),
+            ([stranger], "did not make the tool call 'other' in this session"),
+        ]
+        for changed, reason in cases:
+            with pytest.raises(openai.BadRequestError, match=reason):
+                await agent.client.chat.completions.create(model="any", messages=[*history, *changed])
+        assert len(agent.chat.turns) == 1
+
+
 async def test_words_beside_a_call_that_were_edited_start_a_branch_and_other_calls_are_refused(text_tokens: ChatTokens):
     async with served(text_tokens, 'Well. [add {"a": 2, "b": 3}]', "5") as agent:
         history, message = await _call_add(agent)
         forged = _plain(message)
         forged["tool_calls"][0]["function"]["arguments"] = '{"a": 9}'
         create = agent.client.chat.completions.create
-        with pytest.raises(openai.BadRequestError, match="did not make in this session"):
+        with pytest.raises(openai.BadRequestError, match=r"with call_1 is not in the history as .* became"):
             await create(model="any", messages=[*history, forged])
         assert len(agent.chat.turns) == 1
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5"}
