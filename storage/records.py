@@ -1,6 +1,7 @@
 """What rollouts produce: a task, an attempt at it, a group of attempts. What a log keeps of them: `log/entries.py`.
 
-In: nothing. Out: frozen dataclasses, plain data, no behaviour beyond checks.
+In: nothing. Out: frozen dataclasses, plain data, no behaviour beyond checks. Their texts are well-formed: half of a
+surrogate pair, as in a file name that is no UTF-8 or in "\\ud83d" of a JSON file, becomes U+FFFD.
 
     Task ──run n times──▶ Trajectory (turns, messages, reward) ──▶ RolloutGroup ──▶ rows of a shard
 
@@ -10,7 +11,9 @@ A failed attempt has no reward, never reward 0: it enters no mean, no standard d
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from settings.redaction import well_formed_data
 
 Status = Literal[
     "ok",  # the policy ended its reply itself
@@ -29,6 +32,12 @@ NOT_SAMPLED = -1
 """Weight version of a token that no policy sampled (prompt, tool result)."""
 
 
+def _make_well_formed(record: Any) -> None:
+    for name, value in vars(record).items():
+        if isinstance(value, str | dict):
+            object.__setattr__(record, name, well_formed_data(value))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A problem to attempt. Example: `Task(id="37+45", prompt="37+45=", answer="82")`."""
@@ -41,6 +50,8 @@ class Task:
     """What the reward compares with; empty if the workflow does not need it."""
     metadata: dict[str, str] = field(default_factory=dict)
     """Anything else that the workflow needs; never shown to the policy."""
+
+    __post_init__ = _make_well_formed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +66,8 @@ class Message:
     """True if the policy wrote it."""
     answer: str | None = None
     """The part that follows the policy's thoughts, which rewards get; None if the content has no thoughts."""
+
+    __post_init__ = _make_well_formed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +84,8 @@ class ToolCall:
     """True if the tool raised or timed out."""
     seconds: float = 0.0
     """Wall-clock of the execution."""
+
+    __post_init__ = _make_well_formed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +159,8 @@ class Trajectory:
     excluded: bool = False
     """True if `rollout.exclude_statuses` names this status: the attempt is counted, and not trained."""
 
+    __post_init__ = _make_well_formed
+
     @property
     def usable(self) -> bool:
         """True if this attempt may be trained on."""
@@ -173,6 +190,8 @@ class RolloutGroup:
     """Unix seconds at admission."""
     will_retry: bool = False
     """True if the group failed and its prompt runs again, under another group id."""
+
+    __post_init__ = _make_well_formed
 
     @property
     def usable(self) -> list[Trajectory]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
+from settings.redaction import well_formed_data
+
 
 def plain(value: Any) -> Any:
     """Members of an Enum, pydantic models, dataclasses, dates, sets, arrays of numpy or torch as JSON has them.
@@ -20,6 +22,8 @@ def plain(value: Any) -> Any:
         return to_jsonable_python(value, fallback=_plain)
     except UnicodeDecodeError:  # bytes that are no text
         return to_jsonable_python(value, bytes_mode="base64", fallback=_plain)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return well_formed_data(json.loads(json.dumps(value, default=_plain)))
 
 
 def as_text(value: Any) -> str:

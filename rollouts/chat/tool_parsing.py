@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from settings.errors import InvalidInput
+from settings.redaction import well_formed
 
 _REGISTRIES = {
     "tool_parser": ("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER"),
@@ -78,7 +79,8 @@ class ToolParser:
         hidden = _without_marks_in_values(text, mark)
 
         def shown(part: str) -> str:
-            return part.replace(_HIDDEN, mark[0]).replace(_ESCAPED, mark[0]) if hidden != text else part
+            part = part.replace(_HIDDEN, mark[0]).replace(_ESCAPED, mark[0]) if hidden != text else part
+            return well_formed(part)  # the policy may write "\\ud83d" in an argument
 
         def calls_in(part: str) -> tuple[str, list[CallRequest]]:
             try:

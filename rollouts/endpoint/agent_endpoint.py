@@ -40,8 +40,10 @@ from rollouts.endpoint.openai_wire import (
     read,
     read_request,
 )
+from rollouts.endpoint.token_bytes import token_bytes
 from rollouts.engines.engine import EngineError
 from rollouts.workflow import Score
+from settings.redaction import well_formed_data
 from storage.records import Message
 
 _KEEP_ALIVE = 60
@@ -99,15 +101,15 @@ class Session:
                 unique = call.id if call.id not in self._made else f"call_{uuid.uuid4().hex}"
                 calls.append(Call(id=unique, function=function))
                 self._made[unique] = reply, calls
-        turn = self.chat.turns[reply.turn_idx]
+        turn, tokenizer = self.chat.turns[reply.turn_idx], self.chat.tokens.tokenizer
         return Answer(
             content=content,
             thoughts=reply.thoughts,
-            thought_tokens=len(self.chat.tokens.tokenizer(reply.thoughts)["input_ids"]) if reply.thoughts else 0,
+            thought_tokens=len(tokenizer(reply.thoughts)["input_ids"]) if reply.thoughts else 0,
             calls=calls,
             turn=turn,
             prompt_tokens=reply.num_prompt_tokens,
-            token_texts=[self.chat.tokens.text([i]) for i in turn.sampled_ids] if request.logprobs else None,
+            token_bytes=[token_bytes(tokenizer, i) for i in turn.sampled_ids] if request.logprobs else None,
         )
 
     def post_reward(self, score: Score) -> None:
@@ -317,7 +319,7 @@ def _events(events: Iterator[str]) -> Response:
 
 async def _json(request: Request) -> Any:
     try:
-        return await request.json()
+        return well_formed_data(await request.json())
     except ValueError as error:
         raise Refused(400, f"the body of the request is not JSON: {error}") from error
 

@@ -199,17 +199,17 @@ class Answer:
     """The recorded turn."""
     prompt_tokens: int
     """Number of tokens before the reply."""
-    token_texts: list[str] | None
-    """Texts of the sampled tokens; None if the request asked for no logprobs."""
+    token_bytes: list[bytes] | None
+    """Bytes of the sampled tokens; None if the request asked for no logprobs."""
 
 
 def chat_completion(answer: Answer, *, model: str) -> ChatCompletion:
     """A reply as OpenAI's client expects it; `model` is that of the request."""
     turn, logprobs = answer.turn, None
-    if answer.token_texts is not None:
+    if answer.token_bytes is not None:
         entries = [
-            {"token": text, "bytes": list(text.encode()), "logprob": logprob, "top_logprobs": []}
-            for text, logprob in zip(answer.token_texts, turn.logprobs, strict=True)
+            {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob, "top_logprobs": []}
+            for data, logprob in zip(answer.token_bytes, turn.logprobs, strict=True)
         ]
         logprobs = {"content": entries, "refusal": None}
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from settings.redaction import well_formed_data
 from storage.log.entries import GroupSummary, to_json
 from storage.records import NOT_SAMPLED, TRAINABLE_STATUSES, RolloutGroup, Sampling, Trajectory, Turn
 from storage.shards.schema import (
@@ -275,6 +276,8 @@ def _fact_columns(rows: Sequence[_Row], *, sampling: Sampling, is_eval: bool, wo
 def _array(values: Sequence[Any], field: pa.Field) -> pa.Array:
     try:
         array = pa.array(values, type=field.type)
+    except UnicodeEncodeError:  # one bad text must not cost the whole shard
+        return _array(well_formed_data(list(values)), field)
     except pa.ArrowException as error:
         raise _Unwritable(f"{field.name}: {error}") from error
     if isinstance(array, pa.ChunkedArray):  # its text exceeds the 32-bit offsets of one array

@@ -112,6 +112,11 @@ def test_a_broken_call_does_not_lose_the_good_one_and_an_argument_may_contain_ma
     assert all(broken and broken in text for _, broken in reply.malformed_calls)
 
 
+def test_half_a_surrogate_pair_that_the_policy_writes_as_an_escape_is_replaced():
+    [call] = _parsed("hermes", "qwen2", HERMES % '{"city": "\\ud83d"}').tool_calls
+    assert call.arguments == '{"city": "\ufffd"}'
+
+
 def test_what_is_no_call_is_content_and_a_parser_keeps_nothing_of_the_replies_before():
     texts = ["", "It rains.", "a > b {sort of}", "[1, 2", "\x00\ud7ff", "weather('Rome')"]
 

@@ -259,6 +259,7 @@ def test_a_result_is_text_or_json_and_a_long_one_is_cut_and_says_so():
         ),
     ]:
         assert result(returned) == text
+    assert [result("\udcff.txt"), result(["\ud83d"])] == ["\ufffd.txt", '["\ufffd"]']
     assert result("x" * 100, output_chars=100) == "x" * 100
     assert result("x" * 100, output_chars=20) == "x" * 20 + " … [cut: 20 of 100 characters]"
 

@@ -282,6 +282,22 @@ async def test_messages_the_policy_cannot_read_are_refused(text_tokens: ChatToke
                 await agent.client.chat.completions.create(model="any", messages=messages)
 
 
+async def test_half_a_surrogate_pair_is_replaced_wherever_a_request_has_it(text_tokens: ChatTokens):
+    async with served(text_tokens, "ok", "ok") as agent:
+        headers = {"Authorization": f"Bearer {agent.session.key}", "Content-Type": "application/json"}
+        tools = [{**ADD, "function": {**ADD["function"], "description": "Add \ud83d."}}]
+        content = json.dumps({"messages": [{"role": "user", "content": "a\ud83db"}], "tools": tools})
+        async with httpx.AsyncClient() as http:
+            for path, body in (("chat/completions", content), ("responses", '{"input": "a\\ud83d"}')):
+                url = f"{agent.endpoint.base_url}/{path}"
+                response = await http.post(url, content=body, headers=headers)
+                assert response.status_code == 200, response.text
+            reward = '{"reward": 1, "parts": {"\\ud83d": 1}}'
+            await http.post(f"{agent.endpoint.base_url}/sessions/reward", content=reward, headers=headers)
+    assert [m.content for m in agent.chat.recorded if m.role == "user"] == ["a\ufffdb", "a\ufffd"]
+    assert agent.session.reward == Score(reward=1, parts={"\ufffd": 1})
+
+
 async def test_a_key_is_worth_something_only_while_its_attempt_runs_and_at_the_paths_there_are(text_tokens: ChatTokens):
     async with served(text_tokens, "one") as agent:
         [model] = (await agent.client.models.list()).data
