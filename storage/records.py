@@ -65,7 +65,7 @@ class Message:
     is_completion: bool = False
     """True if the policy wrote it."""
     answer: str | None = None
-    """The part that follows the policy's thoughts, which rewards get; None if the content has no thoughts."""
+    """What rewards and agents get of it, without thoughts and stop string; None if that is all of `content`."""
 
     __post_init__ = _make_well_formed
 
@@ -108,6 +108,13 @@ class Turn:
     """Tools executed after this turn."""
     generate_seconds: float = 0.0
     """Wall-clock of the engine call."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that the agent asked to end the reply at; the tokens up to the end of one are sampled like any other."""
+    stopped_by: str = ""
+    """The one that did, which agent and reward do not see; or the mark that ends a call, if only one was asked for."""
+    constraint: str = ""
+    """vLLM's structured-output parameters, as JSON, if a grammar restricted the tokens; `logprobs` are then those of
+    the restricted distribution."""
     adapters: dict[int, str] = field(default_factory=dict)
     """Policy version → digest of the adapter the engine held under it, for the versions above that are adapters."""
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.stopping import Stopping
 from rollouts.chat.thoughts import ThoughtParser
 from rollouts.chat.tool_parsing import ParsedReply, ToolParser
 from rollouts.chat.tools import Tool, run_calls
@@ -40,7 +41,9 @@ class Reply(ParsedReply):
     thoughts: str | None
     """What the policy thought before it answered; None if the reply has no thoughts."""
     answer: str
-    """The reply without its thoughts, with its tool calls; empty if it was cut off inside them."""
+    """The reply without its thoughts and stop string, with its tool calls; empty if it was cut off inside thoughts."""
+    stopped: bool
+    """True if a stop string ended it, and not the policy's end token."""
     finish_reason: str
     """`stop` or `length`, from the engine."""
     turn_idx: int
@@ -85,6 +88,8 @@ class Chat:
     request_id: str
     tool_parser: ToolParser | None = None
     thought_parser: ThoughtParser = dataclasses.field(default_factory=ThoughtParser)
+    follows_grammars: bool = False
+    """True if the engine follows a `constraint`."""
     max_tool_turns: int = 8
     tool_timeout: float = 30.0
     tool_output_chars: int = 8192
@@ -122,10 +127,19 @@ class Chat:
             messages = [*self.messages, *results]
 
     async def complete(
-        self, messages: Sequence[Message], *, tools: Sequence[Tool | dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool | dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        one_call: bool = False,
+        constraint: str = "",
     ) -> Reply:
         """The policy's reply to a whole conversation. Tool calls in it are not executed.
 
+        The reply ends at the first of the strings `stop`, and with `one_call` behind the first tool call that can be
+        read. `constraint` are vLLM's structured-output parameters, as JSON: they restrict what is sampled.
         `tools` are `Tool`s or schemas in OpenAI's function format. `max_tokens` may shorten the reply, not lengthen it.
         Raises `EngineError` when the engine fails and `OutOfRoom` when no token more fits.
         """
@@ -138,7 +152,7 @@ class Chat:
         else:
             new = messages[len(branch.messages) :]
             messages = [*branch.messages, *new]  # with the thoughts that the caller may have left out
-            context_ids = self.tokens.continuation(new, ended=not branch.reply.cut_off)
+            context_ids = self.tokens.continuation(new, ended=not (branch.reply.cut_off or branch.reply.stopped))
             self._record_results(branch.reply, new, seconds=time.perf_counter() - branch.replied_at)
         prompt_ids = [*branch.ids, *context_ids]
         room = self.max_model_len - len(prompt_ids)
@@ -151,13 +165,18 @@ class Chat:
         branch.busy = True
         try:
             started = time.perf_counter()
-            generation = await self.engine.generate(prompt_ids, sampling=sampling, request_id=request_id)
+            stopping = await self._stopping(stop, schemas if one_call else [])
+            options: dict[str, Any] = {"until": stopping} if stopping else {}
+            options |= {"constraint": constraint} if constraint else {}
+            generation = await self.engine.generate(prompt_ids, sampling=sampling, request_id=request_id, **options)
             generate_seconds = time.perf_counter() - started - generation.held_seconds
             self.held_seconds += generation.held_seconds
             keep_special = bool(schemas) or self.thought_parser.needs_special
             text = self.tokens.text(generation.token_ids, keep_special=keep_special)
             opening = self.tokens.text([*context_ids[-8:], self.tokens.end_id], keep_special=True)
-            thoughts, answer = self.thought_parser.split(text, opened=self.thought_parser.opened_by(opening))
+            stopped = bool(stopping and stopping(generation.token_ids))
+            shown, stopped_by = stopping.cut(text) if stopping and stopped else (text, "")
+            thoughts, answer = self.thought_parser.split(shown, opened=self.thought_parser.opened_by(opening))
             parsed = ParsedReply(content=answer, tool_calls=[])
             if schemas and self.tool_parser is not None:
                 parsed = await self.tool_parser.parse(answer, schemas)
@@ -175,6 +194,9 @@ class Chat:
             finish_reason=generation.finish_reason,
             sequence_idx=branch.sequence_idx,
             generate_seconds=generate_seconds,
+            stop=list(stop),
+            stopped_by=stopped_by,
+            constraint=constraint,
             adapters=generation.adapters,
         )
         reply = Reply(
@@ -182,13 +204,12 @@ class Chat:
             text=text,
             thoughts=thoughts,
             answer=answer,
+            stopped=stopped,
             finish_reason=generation.finish_reason,
             turn_idx=len(self.turns),
             num_prompt_tokens=len(prompt_ids),
         )
-        message = Message(
-            role="assistant", content=text, is_completion=True, answer=None if thoughts is None else answer
-        )
+        message = Message(role="assistant", content=text, is_completion=True, answer=None if answer == text else answer)
         self.turns.append(turn)
         num_recorded = max((_shared(each.messages, messages) for each in self._branches), default=0)
         new = messages[num_recorded:]
@@ -197,6 +218,19 @@ class Chat:
         branch.messages, branch.ids = list(self.messages), [*prompt_ids, *generation.token_ids]
         branch.reply, branch.replied_at = reply, time.perf_counter()
         return reply
+
+    async def _stopping(self, strings: Sequence[str], schemas: list[dict[str, Any]]) -> Stopping | None:
+        """What ends the reply at these strings, and behind the first call of these tools, if there are any."""
+        if not (strings or schemas):
+            return None
+
+        def decode(ids: Sequence[int]) -> str:
+            return self.tokens.text(ids, keep_special=True)
+
+        if not schemas or self.tool_parser is None:
+            return Stopping(strings, decode)
+        mark, calls_in = await self.tool_parser.end_of_call(schemas)
+        return Stopping(strings, decode, mark=mark, also=lambda text: calls_in(self.thought_parser.split(text)[1]))
 
     @property
     def cut_off(self) -> bool:

@@ -17,7 +17,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -71,41 +71,42 @@ class ToolParser:
 
         Text that is no call in this format is content. No text raises an error.
         """
+        return _read(text, *await self._parser(tools))
+
+    async def end_of_call(self, tools: Sequence[dict[str, Any]]) -> tuple[str, Callable[[str], bool]]:
+        """What ends a call in this format, and whether a text has a call that can be read.
+
+        Raises `InvalidInput` for a format without such a mark.
+        """
+        parser, request = await self._parser(tools)
+        mark = _mark(parser, ending=True)
+        if not mark:
+            raise InvalidInput(f"nothing ends a call in the format of engine.tool_parser = {self._name!r}")
+        return mark, lambda text: bool(_read(text, parser, request).tool_calls)
+
+    async def grammar(self, tools: Sequence[dict[str, Any]], choice: str, *, one_call: bool) -> str:
+        """vLLM's structured-output parameters, as JSON, for a reply that calls one of the tools; `choice` is a tool's
+        name, or empty for any.
+
+        Raises `InvalidInput` if vLLM has no grammar for this format.
+        """
+        parser, request = await self._parser(tools)
+        tool_choice = {"type": "function", "function": {"name": choice}} if choice else "required"
+        asked = type(request)(messages=[], tools=list(tools), tool_choice=tool_choice)
+        tag = parser.get_structural_tag(asked, reasoning=False) if parser.structural_tag_model else None
+        if tag is None:
+            raise InvalidInput(f"vLLM has no grammar for calls in the format of engine.tool_parser = {self._name!r}")
+        if one_call:
+            from vllm.tool_parsers.structural_tag_registry import limit_to_single_tool_call
+
+            limit_to_single_tool_call(tag)
+        return json.dumps({"structural_tag": json.dumps(tag.model_dump())})
+
+    async def _parser(self, tools: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
         key = json.dumps(tools)
         if key not in self._loaded:  # the first import of vLLM takes seconds: not on the event loop
             self._loaded[key] = await asyncio.to_thread(self._load, tools)
-        parser, request = self._loaded[key]
-        mark = _mark(parser)
-        hidden = _without_marks_in_values(text, mark)
-
-        def shown(part: str) -> str:
-            part = part.replace(_HIDDEN, mark[0]).replace(_ESCAPED, mark[0]) if hidden != text else part
-            return well_formed(part)  # the policy may write "\\ud83d" in an argument
-
-        def calls_in(part: str) -> tuple[str, list[CallRequest]]:
-            try:
-                found = parser.extract_tool_calls(part, request)
-            except Exception:  # noqa: BLE001 - some parsers raise on text that only a policy in training writes
-                return "", []
-            calls = found.tool_calls if found.tools_called else []
-            functions = [(call.id, call.function.name, call.function.arguments) for call in calls]
-            read = [CallRequest(id=id, name=shown(name), arguments=shown(text)) for id, name, text in functions]
-            return shown(found.content or ""), read
-
-        content, calls = calls_in(hidden)
-        head, pieces = _pieces(hidden, mark)
-        malformed: list[tuple[int, str]] = []
-        if len(calls) < len(pieces):
-            calls, content = [], shown(head.partition(mark)[0] if mark else "")
-            for piece, alone in pieces:
-                _, read = calls_in(alone)
-                calls += read
-                if not read:
-                    malformed.append((len(calls), shown(piece.removeprefix(mark))))
-        if calls:
-            return ParsedReply(content=content, tool_calls=calls, malformed_calls=malformed)
-        malformed = [(0, shown(hidden.partition(mark)[2]))] if mark and mark in hidden else []
-        return ParsedReply(content=text, tool_calls=[], malformed_calls=malformed)
+        return self._loaded[key]
 
     def _load(self, tools: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
         """vLLM's parser for a set of tools, and the request that it takes."""
@@ -127,6 +128,41 @@ class ToolParser:
         return parser, request
 
 
+def _read(text: str, parser: Any, request: Any) -> ParsedReply:
+    """A reply, split."""
+    mark = _mark(parser)
+    hidden = _without_marks_in_values(text, mark)
+
+    def shown(part: str) -> str:
+        part = part.replace(_HIDDEN, mark[0]).replace(_ESCAPED, mark[0]) if hidden != text else part
+        return well_formed(part)  # the policy may write "\\ud83d" in an argument
+
+    def calls_in(part: str) -> tuple[str, list[CallRequest]]:
+        try:
+            found = parser.extract_tool_calls(part, request)
+        except Exception:  # noqa: BLE001 - some parsers raise on text that only a policy in training writes
+            return "", []
+        calls = found.tool_calls if found.tools_called else []
+        functions = [(call.id, call.function.name, call.function.arguments) for call in calls]
+        read = [CallRequest(id=id, name=shown(name), arguments=shown(text)) for id, name, text in functions]
+        return shown(found.content or ""), read
+
+    content, calls = calls_in(hidden)
+    head, pieces = _pieces(hidden, mark)
+    malformed: list[tuple[int, str]] = []
+    if len(calls) < len(pieces):
+        calls, content = [], shown(head.partition(mark)[0] if mark else "")
+        for piece, alone in pieces:
+            _, read = calls_in(alone)
+            calls += read
+            if not read:
+                malformed.append((len(calls), shown(piece.removeprefix(mark))))
+    if calls:
+        return ParsedReply(content=content, tool_calls=calls, malformed_calls=malformed)
+    malformed = [(0, shown(hidden.partition(mark)[2]))] if mark and mark in hidden else []
+    return ParsedReply(content=text, tool_calls=[], malformed_calls=malformed)
+
+
 _HIDDEN = "\uf8fe"
 """Stands for the first character of a mark inside a value: a character for private use."""
 _ESCAPED = json.dumps(_HIDDEN)[1:-1]
@@ -137,10 +173,14 @@ _OPTIONAL_MARKS = {"<|python_tag|>"}
 _PYTHON_CALL = re.compile(r"""(?<![\w'"])[A-Za-z_][\w.]*\(""")
 
 
-def _mark(parser: Any) -> str:
-    """What opens a call in this format; empty if nothing is known to."""
+def _mark(parser: Any, *, ending: bool = False) -> str:
+    """What opens a call in this format, or ends it; empty if nothing is known to."""
     engine = getattr(parser, "_parser_engine", None)
     terminals = engine.parser_engine_config.terminals if engine is not None else {}
+    if ending:
+        names = ("tool_call_end_token", "tool_end_token", "tc_end")
+        ends = [terminals.get("TOOL_END"), *(getattr(parser, name, None) for name in names)]
+        return str(next((end for end in ends if isinstance(end, str)), ""))
     names = ("tool_call_start_token", "bot_token", "tool_start_token", "tc_start", "bot_string")
     marks = [terminals.get(name) for name in ("TOOL_START", "TOOL_CALLS", "TOOL_TOKEN")]
     mark = next(filter(None, [*marks, *(getattr(parser, name, None) for name in names)]), "")

@@ -33,6 +33,7 @@ from rollouts.endpoint.openai_wire import (
     Call,
     CalledFunction,
     ChatRequest,
+    ChosenTool,
     Refused,
     WireMessage,
     chat_completion,
@@ -43,6 +44,7 @@ from rollouts.endpoint.openai_wire import (
 from rollouts.endpoint.token_bytes import token_bytes
 from rollouts.engines.engine import EngineError
 from rollouts.workflow import Score
+from settings.errors import InvalidInput
 from settings.redaction import well_formed_data
 from storage.records import Message
 
@@ -76,12 +78,26 @@ class Session:
         """Id of a tool call → the reply that made it, and all calls of that reply."""
         self._running: set[asyncio.Task[Any]] = set()
 
-    async def answer(self, request: ChatRequest) -> Answer:
-        """Let the policy reply to a conversation. Raises `Refused`."""
+    async def answer(self, request: ChatRequest, *, format_option: str = "response_format") -> Answer:
+        """Let the policy reply to a conversation. `format_option` is what the request calls `response_format`.
+
+        Raises `Refused`.
+        """
         messages = self._conversation(request.messages)
         tools = [tool.model_dump(exclude_unset=True) for tool in request.tools]
         try:
-            reply = await self.chat.complete(messages, tools=tools, max_tokens=request.limit)
+            reply = await self.chat.complete(
+                messages,
+                tools=tools,
+                max_tokens=request.limit,
+                stop=request.stop,
+                one_call=not request.parallel_tool_calls and bool(tools) and request.tool_choice != "none",
+                constraint=await self._constraint(request, tools, format_option),
+            )
+        except Refused:
+            raise
+        except InvalidInput as error:  # e.g. no grammar for this format of calls
+            raise Refused(400, str(error)) from error
         except OutOfRoom as error:
             self.fault = error
             raise Refused(400, str(error), code="context_length_exceeded", param="messages") from error
@@ -93,7 +109,7 @@ class Session:
             raise Refused(500, f"{type(error).__name__}: {error}") from error
         self.fault = None
         calls, content = [], reply.answer
-        if request.tool_choice == "auto":
+        if request.tool_choice != "none":
             content = reply.content
             for call in reply.tool_calls:
                 function = CalledFunction(name=call.name, arguments=call.arguments)
@@ -111,6 +127,25 @@ class Session:
             prompt_tokens=reply.num_prompt_tokens,
             token_bytes=[token_bytes(tokenizer, i) for i in turn.sampled_ids] if request.logprobs else None,
         )
+
+    async def _constraint(self, request: ChatRequest, tools: list[dict[str, Any]], format_option: str) -> str:
+        """vLLM's structured-output parameters for a request; empty if nothing is forced. Raises `Refused`."""
+        choice, parser = request.tool_choice, self.chat.tool_parser
+        forces_format = choice in ("auto", "none")
+        if forces_format and not request.response_format.constraint:
+            return ""
+        option = format_option if forces_format else "tool_choice"
+        if not self.chat.follows_grammars:
+            why = "it forces the policy's tokens, which needs engine.guided_decoding = true in the run file (and vLLM)"
+            raise Refused(400, f"`{option}`: {why}", param=option)
+        if forces_format:
+            return request.response_format.constraint
+        name = choice.function.name if isinstance(choice, ChosenTool) else ""
+        if not tools or (name and name not in [tool["function"]["name"] for tool in tools]):
+            problem = f"no tool has the name {name!r}" if name else "there are no tools"
+            raise Refused(400, f"`tool_choice`: {problem}", param=option)
+        assert parser is not None, "every attempt has a tool parser"
+        return await parser.grammar(tools, name, one_call=not request.parallel_tool_calls)
 
     def post_reward(self, score: Score) -> None:
         """Keep the attempt's reward. The same one may be posted again; another raises `Refused` (409)."""
@@ -295,7 +330,8 @@ def _application(find: Callable[[str], Session | None]) -> FastAPI:
         session, body = session_of(request), await _json(request)
         asked = read_request(ResponseRequest, body, session.chat.sampling)
         conversation = [*session.earlier(asked.previous_response_id), *asked.messages]
-        answer = await session.run(session.answer(asked.chat_request(conversation)), until=_disconnected(request))
+        answering = session.answer(asked.chat_request(conversation), format_option="text")
+        answer = await session.run(answering, until=_disconnected(request))
         made = response(answer, body)
         reply = WireMessage(role="assistant", content=answer.content, tool_calls=answer.calls)
         session.responses[made.id] = [*conversation, reply]

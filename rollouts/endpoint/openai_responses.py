@@ -20,8 +20,10 @@ from rollouts.endpoint.openai_wire import (
     Call,
     CalledFunction,
     ChatRequest,
+    ChosenTool,
     Function,
     Request,
+    ResponseFormat,
     Strict,
     Text,
     ToolSpecification,
@@ -78,18 +80,51 @@ class ResponseTool(Function):
     type: Literal["function"]
 
 
+class ChosenFunction(Strict):
+    """`tool_choice` with a name."""
+
+    type: Literal["function"]
+    name: str
+
+
+class _Format(Strict):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = ""
+    description: str = ""
+    schema_: Any = Field(default=True, alias="schema")
+    strict: bool = False
+
+
+class TextOptions(Strict):
+    """`text`."""
+
+    format: _Format = _Format()
+    verbosity: Literal["medium"] = "medium"
+    """Accepted at the value that has no effect."""
+
+    @property
+    def response_format(self) -> ResponseFormat:
+        """The same in a chat-completions request."""
+        asked = self.format
+        return ResponseFormat.model_validate({"type": asked.type, "json_schema": {"schema": asked.schema_}})
+
+
 class ResponseRequest(Request):
     """A Responses request."""
 
     only_at = {
-        **{"include": [], "background": False, "top_logprobs": 0, "truncation": "disabled"},
-        **{"parallel_tool_calls": True, "text": {"format": {"type": "text"}}},
+        "include": ([], "there is nothing to include"),
+        "background": (False, "an attempt waits for its replies"),
+        "top_logprobs": (0, "the engine keeps the sampled token's logprob alone"),
+        "truncation": ("disabled", "history is never cut; the attempt ends when the context is full"),
     }
     input: list[Item] = Field(min_length=1)
     instructions: str = ""
     previous_response_id: str = ""
     tools: list[ResponseTool] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | ChosenFunction = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
     max_output_tokens: int | None = Field(default=None, ge=1)
     stream: bool = False
     stream_options: dict[str, Any] = {}
@@ -119,13 +154,22 @@ class ResponseRequest(Request):
                     messages[-1].tool_calls.append(call)
         return messages
 
+    @property
+    def chosen(self) -> Literal["auto", "none", "required"] | ChosenTool:
+        """`tool_choice` as in a chat-completions request."""
+        if isinstance(self.tool_choice, str):
+            return self.tool_choice
+        return ChosenTool.model_validate({"type": "function", "function": {"name": self.tool_choice.name}})
+
     def chat_request(self, conversation: Sequence[WireMessage]) -> ChatRequest:
         """The request in the other format, over a whole conversation, with the instructions in front."""
         instructions = [WireMessage(role="system", content=self.instructions)] if self.instructions else []
         return ChatRequest(
             messages=[*instructions, *conversation],
             tools=[ToolSpecification(type="function", function=tool) for tool in self.tools],
-            tool_choice=self.tool_choice,
+            tool_choice=self.chosen,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self.text.response_format,
             max_tokens=self.max_output_tokens,
         )
 
@@ -157,7 +201,7 @@ def response(answer: Answer, body: dict[str, Any]) -> Response:
             "incomplete_details": None if status == "completed" else {"reason": "max_output_tokens"},
             "instructions": body.get("instructions"),
             "previous_response_id": body.get("previous_response_id"),
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.get("parallel_tool_calls", True),
             "tools": body.get("tools") or [],
             "tool_choice": body.get("tool_choice") or "auto",
             "output": [{"id": f"item_{uuid.uuid4().hex}", "status": status, **item} for item in output],

@@ -87,14 +87,30 @@ class WeightUpdate:
     """How the weights arrived."""
 
 
+Until = Callable[[list[int]], int]
+"""(the ids sampled so far) → how many of them the reply has, the one that completes a stop string last; 0 to go on."""
+
+
 class Engine(Protocol):
     """An engine that serves one policy version at a time and can change it while requests are running."""
 
     async def start(self, folder: Path, version: int) -> str:
         """Load a policy folder (HF layout) and begin to serve; returns the checksum of the weights."""
 
-    async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        *,
+        sampling: Sampling,
+        request_id: str,
+        until: Until | None = None,
+        constraint: str = "",
+    ) -> Generation:
         """Sample one reply. A change of weights meanwhile shows only in the versions. Raises `EngineError`.
+
+        A reply that `until` ends has the finish reason `stop`. It only cuts: the tokens before are those without it.
+        `constraint` are vLLM's structured-output parameters, as JSON: logprobs are of what they leave. Raises
+        `InvalidInput` if vLLM cannot follow them.
 
         There is no deadline. Cancelling the call, as a timeout around it does, ends the request in the engine.
         """

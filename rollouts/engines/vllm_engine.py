@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from infra.weight_broadcast import Broadcast
-from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
+from rollouts.engines.engine import EngineError, EngineUnusable, Generation, Until, UpdateMode, WeightUpdate
 from rollouts.engines.vllm_core import CoreStart, in_processes_of_its_own
 from rollouts.engines.vllm_lora import adapter_arguments, check_applied, slot_request
 from rollouts.engines.vllm_worker import results
+from settings.errors import InvalidInput
 from storage.objects.digests import read_seal, sha256_of_json
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from storage.records import Sampling
@@ -73,6 +74,7 @@ class VllmEngine:
         lora_rank: int = 0,
         base_folder: Path | None = None,
         ends_process: bool = False,
+        guided_decoding: bool = False,
     ) -> None:
         """With `lora_rank` above 0 the engine serves adapters of at most that rank on the weights in `base_folder`.
 
@@ -86,7 +88,8 @@ class VllmEngine:
         self._arguments = {
             "max_model_len": max_model_len,
             "seed": seed,
-            "skip_tokenizer_init": True,  # requests and replies are token ids; chat_tokens.py handles text
+            # Requests and replies are token ids; only a grammar needs the text of tokens.
+            "skip_tokenizer_init": not guided_decoding,
             "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
             "disable_log_stats": True,
             "worker_extension_cls": "rollouts.engines.vllm_worker.ReloadExtension",
@@ -144,7 +147,15 @@ class VllmEngine:
         self.llm.output_handler.add_done_callback(lambda _: self._end_with_core())
         return checksum
 
-    async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        *,
+        sampling: Sampling,
+        request_id: str,
+        until: Until | None = None,
+        constraint: str = "",
+    ) -> Generation:
         token_ids: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
@@ -155,14 +166,20 @@ class VllmEngine:
             seed = None if sampling.seed is None else sampling.seed + len(token_ids)
             part = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - len(token_ids), seed=seed)
             name = f"{request_id}.part{part_idx}" if part_idx else request_id
-            completion = await self._sample([*prompt_ids, *token_ids], part, name)
+            parameters = _sampling_parameters(part, tuple(self._stop_ids), until is not None, constraint)
+            completion = await self._sample(prompt_ids, token_ids, parameters, name, until)
             token_ids += completion.token_ids
             logprobs += completion.logprobs.logprobs
             for span in completion.weight_versions or ():
                 versions += [int(span.version)] * (span.end - span.start)
+            length = until(token_ids) if until is not None else 0
+            if length:
+                token_ids, logprobs, versions = token_ids[:length], logprobs[:length], versions[:length]
+                break
             if completion.finish_reason != "abort" or self._aborts_begun == aborts_ended:
                 break  # it was not ended by a weight update
-        if completion.finish_reason not in ("stop", "length"):
+        finish_reason = "stop" if length else completion.finish_reason
+        if finish_reason not in ("stop", "length"):
             raise EngineError(f"request {request_id} was ended by the engine: {completion.finish_reason}")
         if len(versions) != len(token_ids):
             raise EngineError(f"the engine stamped {len(versions)} of {len(token_ids)} tokens with a weight version")
@@ -170,7 +187,7 @@ class VllmEngine:
             token_ids=token_ids,
             logprobs=logprobs,
             weight_versions=versions,
-            finish_reason=completion.finish_reason,
+            finish_reason=finish_reason,
             held_seconds=max(0.0, self._held_until - started),
             adapters={version: self._adapters[version] for version in sorted(set(versions) & self._adapters.keys())},
         )
@@ -196,18 +213,24 @@ class VllmEngine:
             self.llm.shutdown(timeout=0)  # killed: there is nothing to save, and an orderly end takes three seconds
             self.llm = None
 
-    async def _sample(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Any:
-        """vLLM's completion of one request, however it ended."""
+    async def _sample(
+        self, prompt_ids: list[int], before: list[int], parameters: Any, request_id: str, until: Until | None
+    ) -> Any:
+        """vLLM's completion of one request, however it ended. `before` are the reply's tokens of earlier parts."""
         self._refuse_if_unusable()
         self._running.add(request_id)
-        final = None
+        final, ended = None, False
         try:
-            parameters = _sampling_parameters(sampling, tuple(self._stop_ids))
-            prompt = self._as_input(prompt_ids)  # in the core's form; vLLM would convert any other in a thread
+            prompt = self._as_input([*prompt_ids, *before])  # in the core's form; vLLM would convert others in a thread
             async for output in self.llm.generate(prompt, parameters, request_id, lora_request=self._slot):
                 final = output
+                if until is not None and not ended and until([*before, *output.outputs[0].token_ids]):
+                    ended = True
+                    await self.llm.abort(request_id)  # its last output has the versions of all tokens
         except Exception as error:
             self._end_with_core()
+            if parameters.structured_outputs is not None and isinstance(error, ValueError):
+                raise InvalidInput(f"vLLM cannot follow this grammar: {error}") from error
             raise EngineError(f"{type(error).__name__}: {error}") from error
         finally:
             self._running.discard(request_id)
@@ -353,9 +376,12 @@ class VllmEngine:
 
 
 @functools.lru_cache(maxsize=16)
-def _sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...]) -> Any:
-    """vLLM's sampling parameters. vLLM copies them for each request, so attempts without a seed share one object."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+def _sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...], streams: bool, constraint: str) -> Any:
+    """vLLM's sampling parameters; `streams` if every token is looked at as it comes.
+
+    vLLM copies them for each request, so attempts without a seed share one object.
+    """
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     return SamplingParams(
         temperature=sampling.temperature,
@@ -368,8 +394,9 @@ def _sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...]) -> Any:
         flat_logprobs=True,  # lists, not a dictionary and an object per token
         stop_token_ids=list(stop_ids),
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # a deep copy for each request would cost as much as the rest of its admission
+        structured_outputs=StructuredOutputsParams(**json.loads(constraint)) if constraint else None,
+        output_kind=RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY,
+        skip_clone=not constraint,  # a deep copy for each request would cost as much as the rest of its admission
     )
 
 

@@ -136,6 +136,7 @@ class Player:
             request_id=f"{group_id}/{attempt}",
             tool_parser=self.tool_parser,
             thought_parser=self.thought_parser,
+            follows_grammars=self.config.engine.guided_decoding and self.config.engine.kind == "vllm",
             max_tool_turns=limits.max_tool_turns,
             tool_timeout=limits.tool_timeout,
             tool_output_chars=limits.tool_output_chars,

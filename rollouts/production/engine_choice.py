@@ -131,6 +131,7 @@ def make_engine(
                 lora_rank=lora_rank,
                 base_folder=model if lora_rank else None,
                 ends_process=True,
+                guided_decoding=settings.guided_decoding,
             )
         case "scripted":
             from rollouts.engines.scripted_engine import ScriptedEngine, random_reply

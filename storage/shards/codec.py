@@ -27,6 +27,8 @@ from storage.shards.schema import (
     CHECKED,
     LARGEST,
     MESSAGE,
+    REQUEST,
+    REQUESTS,
     SCHEMA,
     SCHEMA_VERSION,
     TURN,
@@ -97,6 +99,7 @@ def shard_table(
             optional: dict[pa.Field, list[Any]] = {
                 ADAPTERS: [list(_adapters(row).items()) for row in rows],
                 ANSWERS: _answers(rows),
+                REQUESTS: _requests(rows),
             }
     except _Unwritable as error:
         raise BadShard(f"shard {provenance.shard_id}: {error}") from error
@@ -178,6 +181,16 @@ def _answers(rows: Sequence[_Row]) -> list[list[str | None]]:
     """For each message of a row the part that follows its thoughts; empty for a row without thoughts."""
     answers = [[m.answer for m in row.trajectory.messages] if row.sequence_idx == 0 else [] for row in rows]
     return [each if any(answer is not None for answer in each) else [] for each in answers]
+
+
+def _requests(rows: Sequence[_Row]) -> list[list[dict[str, Any]]]:
+    """For each turn of a row what the agent asked for; empty for a row without stop strings and grammars."""
+    asked = [any(turn.stop or turn.stopped_by or turn.constraint for turn in row.turns) for row in rows]
+    names = [field.name for field in REQUEST]
+    return [
+        [{name: getattr(turn, name) for name in names} for turn in row.turns] if has_any else []
+        for row, has_any in zip(rows, asked, strict=True)
+    ]
 
 
 def _token_columns(rows: Sequence[_Row]) -> dict[str, pa.Array]:

@@ -73,8 +73,11 @@ SCHEMA = pa.schema(
 ADAPTERS = pa.field("adapters", pa.map_(pa.int32(), pa.string()))
 """An additional column if adapters (LoRA) sampled: policy version → digest of the adapter in the engine."""
 ANSWERS = pa.field("answers", pa.list_(pa.string()))
-"""An additional column if a policy thought: for each of `messages` the part that follows its thoughts, or null."""
-OPTIONAL = (ADAPTERS, ANSWERS)
+"""An additional column if a policy thought: for each of `messages` what rewards get, or null if that is all of it."""
+REQUEST = pa.struct({"stop": pa.list_(TEXT), "stopped_by": TEXT, "constraint": TEXT})
+REQUESTS = pa.field("requests", pa.list_(REQUEST))
+"""An additional column if an agent asked for stop strings or a grammar: what it asked for, for each of `turns`."""
+OPTIONAL = (ADAPTERS, ANSWERS, REQUESTS)
 
 
 def check_schema(schema: pa.Schema, *, name: str) -> None:

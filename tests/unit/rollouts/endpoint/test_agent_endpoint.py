@@ -232,8 +232,8 @@ async def test_a_plain_stream_has_no_usage_and_carries_logprobs(text_tokens: Cha
 
 
 REFUSED: list[dict[str, Any]] = [
-    *({"temperature": 0.2}, {"top_p": 0.9}, {"n": 2}, {"stop": ["\n"]}, {"seed": 7}, {"logit_bias": {"5": -100}}),
-    *({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"top_logprobs": 3}, {"parallel_tool_calls": False}),
+    *({"temperature": 0.2}, {"top_p": 0.9}, {"n": 2}, {"stop": [""]}, {"seed": 7}, {"logit_bias": {"5": -100}}),
+    *({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"top_logprobs": 3}),
     *({"response_format": {"type": "json_object"}}, {"tool_choice": "required"}, {"reasoning_effort": "high"}),
     *({"max_tokens": 0}, {"extra_body": {"top_k": 5}}, {"extra_body": {"guided_regex": "a*"}}),
     {"tools": [{"type": "custom", "custom": {"name": "shell"}}]},
@@ -253,6 +253,94 @@ async def test_what_would_change_the_distribution_is_refused_by_name_and_the_run
             assert str(caught.value.param).startswith(name) and f"`{name}" in str(caught.value), name
         assert not agent.chat.turns
         assert (await agent.ask("1", **options)).choices[0].message.content == "one"
+
+
+async def test_a_refusal_names_the_true_reason(text_tokens: ChatTokens):
+    reasons = {
+        "n": "the number of attempts is rollout.n_samples",
+        "seed": "each attempt of a group must differ",
+        "logit_bias": "the probabilities|whose probabilities the loss needs",
+        "top_logprobs": "the sampled token's logprob alone",
+        "temperature": r"the run file's \[sampling\]",
+        "reasoning_effort": "is what it learns",
+        "response_format": "engine.guided_decoding = true",
+        "tool_choice": "engine.guided_decoding = true",
+    }
+    async with served(text_tokens) as agent:
+        for option in REFUSED:
+            if (name := next(iter(option))) in reasons:
+                with pytest.raises(openai.BadRequestError, match=reasons[name]):
+                    await agent.ask("1", **option)
+
+
+async def test_a_reply_ends_at_a_stop_string_which_the_agent_does_not_see_and_the_record_does(text_tokens: ChatTokens):
+    async with served(text_tokens, "Thought. Observation: 5", "no stop", "12</code>34", "ok", max_tokens=40) as agent:
+        first: Any = await agent.ask("1", stop=["Observation:", "</code>"], logprobs=True)
+        [choice] = first.choices
+        assert (choice.message.content, choice.finish_reason) == ("Thought. ", "stop")
+        assert len(choice.logprobs.content) == first.usage.completion_tokens == len("Thought. Observation:")
+        await agent.ask("1", "Thought. ", "2", stop="</code>")
+        last: Any = await agent.ask("1", "Thought. ", "2", "no stop", "3", stop="</code>")
+        assert last.choices[0].message.content == "12"
+        await agent.ask("1", "Thought. ", "2", "no stop", "3", "12", "4")
+    assert agent.sequences == [0] * 4
+    decode = text_tokens.tokenizer.decode
+    assert [decode(turn.sampled_ids) for turn in agent.chat.turns][::2] == ["Thought. Observation:", "12</code>"]
+    assert agent.chat.turns[1].context_ids[0] == text_tokens.end_id, "which the policy did not sample"
+    assert agent.chat.turns[2].context_ids[0] != text_tokens.end_id, "which it did"
+    asked = [(turn.stop, turn.stopped_by) for turn in agent.chat.turns]
+    assert asked == [
+        (["Observation:", "</code>"], "Observation:"),
+        *((["</code>"], ""), (["</code>"], "</code>"), ([], "")),
+    ]
+
+
+async def test_without_parallel_calls_a_reply_ends_behind_its_first_call(text_tokens: ChatTokens):
+    async with served(text_tokens, f"{TWO} and more", "ok", TWO) as agent:
+        options: Any = {"tools": [ADD], "parallel_tool_calls": False}
+        [choice] = (await agent.ask("1", **options)).choices
+        [call] = choice.message.tool_calls
+        assert (choice.finish_reason, call.function.arguments) == ("tool_calls", '{"a": 2}')
+        result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+        history: Any = [{"role": "user", "content": "1"}, _plain(choice.message), result]
+        await agent.client.chat.completions.create(model="any", messages=history, **options)
+        [choice] = (await agent.ask("2", tools=[ADD], parallel_tool_calls=False, tool_choice="none")).choices
+        assert choice.message.content == TWO
+    assert agent.sequences == [0, 0, 1]
+    assert text_tokens.tokenizer.decode(agent.chat.turns[0].sampled_ids) == 'Both: [add {"a": 2}]'
+
+
+async def test_what_forces_tokens_goes_to_an_engine_that_follows_grammars_and_is_recorded(text_tokens: ChatTokens):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    json_schema = {"name": "x", "schema": schema, "strict": True}
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({"response_format": {"type": "json_schema", "json_schema": json_schema}}, {"json": schema}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "text"}}, None),
+        ({"tools": [ADD], "tool_choice": "required"}, {"regex": "[any of 1]+"}),
+        ({"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}, {"regex": "[any of 1]"}),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}, {"regex": "[add of 1]+"}),
+    ]
+    call = '[add {"a": 2}]'
+    async with served(text_tokens, *[call] * (len(cases) + 2), follows_grammars=True) as agent:
+        for number, (options, constraint) in enumerate(cases):
+            [choice] = (await agent.ask(str(number), **options)).choices
+            assert (choice.finish_reason == "tool_calls") == ("tools" in options)
+            recorded = agent.chat.turns[-1].constraint
+            assert (json.loads(recorded) if recorded else None) == constraint
+        for options, problem in (
+            ({"tool_choice": "required"}, "there are no tools"),
+            ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "no tool .*'sub'"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=problem):
+                await agent.ask("1", **options)
+        text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+        await agent.client.responses.create(model="any", input="1", text=text)
+        assert json.loads(agent.chat.turns[-1].constraint) == {"json": schema}
+        tool: Any = {"type": "function", **ADD["function"]}
+        named: Any = {"type": "function", "name": "add"}
+        await agent.client.responses.create(model="any", input="1", tools=[tool], tool_choice=named)
+        assert json.loads(agent.chat.turns[-1].constraint) == {"regex": "[add of 1]+"}
 
 
 async def test_a_limit_may_shorten_a_reply_and_not_lengthen_it(text_tokens: ChatTokens):
