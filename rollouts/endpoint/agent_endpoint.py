@@ -145,7 +145,11 @@ class Session:
             problem = f"no tool has the name {name!r}" if name else "there are no tools"
             raise Refused(400, f"`tool_choice`: {problem}", param=option)
         assert parser is not None, "every attempt has a tool parser"
-        return await parser.grammar(tools, name, one_call=not request.parallel_tool_calls)
+        strict = [tool.function.strict for tool in request.tools]  # the prompt does not show it
+        forced = [
+            {**tool, "function": {**tool["function"], "strict": each}} for tool, each in zip(tools, strict, strict=True)
+        ]
+        return await parser.grammar(forced, name, one_call=not request.parallel_tool_calls)
 
     def post_reward(self, score: Score) -> None:
         """Keep the attempt's reward. The same one may be posted again; another raises `Refused` (409)."""

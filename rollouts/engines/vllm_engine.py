@@ -107,6 +107,8 @@ class VllmEngine:
         self.llm: Any = None
         """vLLM's own engine; None before `start` and after `stop`."""
         self._as_input: Callable[[list[int]], Any]
+        self._refusal: type[Exception]
+        """What vLLM raises for a request that it cannot follow."""
         self._stop_ids: list[int] = []
         self._served: _Weights
         self._checksums: dict[str, str] = {}
@@ -127,11 +129,13 @@ class VllmEngine:
     async def start(self, folder: Path, version: int) -> str:
         from vllm import AsyncEngineArgs
         from vllm.envs import enable_envs_cache
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
         from vllm.v1.engine.async_llm import AsyncLLM
 
         model = self._base_folder or folder
         self._as_input = tokens_input  # imported once: a lookup in vLLM's package takes as long as all else here
+        self._refusal = VLLMClientError
         self._stop_ids = _end_token_ids(model)
         self._served = _weights_in(folder, version)
         arguments = in_processes_of_its_own(self._arguments)
@@ -229,7 +233,7 @@ class VllmEngine:
                     await self.llm.abort(request_id)  # its last output has the versions of all tokens
         except Exception as error:
             self._end_with_core()
-            if parameters.structured_outputs is not None and isinstance(error, ValueError):
+            if parameters.structured_outputs is not None and isinstance(error, self._refusal):
                 raise InvalidInput(f"vLLM cannot follow this grammar: {error}") from error
             raise EngineError(f"{type(error).__name__}: {error}") from error
         finally:

@@ -11,12 +11,13 @@ import pytest
 
 from storage.shards.failed_attempts import SCHEMA as FAILURES
 from storage.shards.reward_sets import SCHEMA as REWARDS
-from storage.shards.schema import CALL, MESSAGE, OPTIONAL, SCHEMA, TURN, content_sha256
+from storage.shards.schema import CALL, MESSAGE, OPTIONAL, REQUEST, SCHEMA, TURN, content_sha256
 from tests.shard_files import decode_shard
 
 FOLDER = Path(__file__).parent
 DOCUMENT = (FOLDER.parents[1] / "docs" / "shard_format.md").read_text()
 STRUCTS = {"Turn": TURN, "ToolCall": CALL, "Message": MESSAGE, "Sampling": SCHEMA.field("sampling").type}
+STRUCTS["Request"] = REQUEST
 
 
 def _spelled(kind: pa.DataType) -> str:

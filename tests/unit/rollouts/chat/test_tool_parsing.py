@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from typing import Any
 
 import pytest
+from xgrammar import Grammar
+from xgrammar.testing import _is_grammar_accept_string
 
 from rollouts.chat.tool_parsing import ParsedReply, ToolParser, known_parsers
 from rollouts.chat.tools import tool
+from settings.errors import InvalidInput
 from tests.unit.rollouts.chat.test_chat_tokens import family
 
 
@@ -19,11 +23,20 @@ def weather(city: str, days: int = 1) -> str:
     return city
 
 
+@tool
+def other(city: str) -> str:
+    """Something else."""
+    return city
+
+
+def with_marks(tokenizer: Any) -> Any:
+    """With the marks that Qwen3's tokenizer has."""
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    return tokenizer
+
+
 def _parsed(parser: str, model: str, text: str) -> ParsedReply:
-    tokenizer = family(model).tokenizer
-    if model == "qwen3":
-        tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    return asyncio.run(ToolParser(parser, tokenizer).parse(text, [weather.schema]))
+    return asyncio.run(ToolParser(parser, with_marks(family(model).tokenizer)).parse(text, [weather.schema]))
 
 
 BERLIN = '{"city": "Berlin"}'
@@ -115,6 +128,48 @@ def test_a_broken_call_does_not_lose_the_good_one_and_an_argument_may_contain_ma
 def test_half_a_surrogate_pair_that_the_policy_writes_as_an_escape_is_replaced():
     [call] = _parsed("hermes", "qwen2", HERMES % '{"city": "\\ud83d"}').tool_calls
     assert call.arguments == '{"city": "\ufffd"}'
+
+
+@pytest.mark.parametrize(
+    ("parser", "model", "call"),
+    [("hermes", "qwen2", HERMES), ("qwen3_xml", "qwen3", XML), ("llama3_json", "llama3", LLAMA)],
+)
+def test_a_grammar_lets_through_calls_alone(parser: str, model: str, call: str):
+    """By xgrammar, which vLLM uses."""
+    reader = ToolParser(parser, with_marks(family(model).tokenizer))
+    strict = {**weather.schema, "function": {**weather.schema["function"], "strict": True}}
+    given = "Rome" if parser == "qwen3_xml" else ROME
+
+    def accepted(text: str, choice: str = "", *, one_call: bool = False) -> bool:
+        grammar = asyncio.run(reader.grammar([strict, other.schema], choice, one_call=one_call))
+        return _is_grammar_accept_string(Grammar.from_structural_tag(json.loads(grammar)["structural_tag"]), text)
+
+    assert (
+        accepted(call % given)
+        and not accepted("It rains.")
+        and not accepted(call.replace("weather", "sunshine") % given)
+    )
+    assert not accepted(call % given, "other") and accepted(call % given, "weather")
+    assert not accepted(call % given + "\n" + call % given, one_call=True)
+    if parser != "qwen3_xml":
+        assert not accepted(call % '{"town": "Rome"}'), "strict"
+
+
+def test_a_format_without_a_grammar_or_an_end_of_calls_is_refused():
+    for parser, model in (("pythonic", "llama3"), ("mistral", "mistral")):
+        with pytest.raises(
+            InvalidInput, match=f"no grammar for calls in the format of engine.tool_parser = '{parser}'"
+        ):
+            asyncio.run(ToolParser(parser, family(model).tokenizer).grammar([weather.schema], "", one_call=False))
+        with pytest.raises(InvalidInput, match=f"nothing ends a call in the format of engine.tool_parser = '{parser}'"):
+            asyncio.run(ToolParser(parser, family(model).tokenizer).end_of_call([weather.schema]))
+
+
+def test_the_end_of_a_call_is_not_one_inside_an_argument():
+    mark, has_call = asyncio.run(ToolParser("hermes", family("qwen2").tokenizer).end_of_call([weather.schema]))
+    text = HERMES % MARKS
+    assert mark == "</tool_call>" and has_call(text)
+    assert not has_call(text[: text.index(mark) + len(mark)])
 
 
 def test_what_is_no_call_is_content_and_a_parser_keeps_nothing_of_the_replies_before():

@@ -29,6 +29,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = {
         "vllm": {"AsyncEngineArgs": lambda model, **_: Path(model)},
         "vllm.envs": {"enable_envs_cache": lambda: None},
+        "vllm.exceptions": {"VLLMClientError": ValueError},
         "vllm.inputs": {"tokens_input": lambda ids: {"type": "token", "prompt_token_ids": ids}},
         "vllm.sampling_params": {
             "RequestOutputKind": SimpleNamespace(CUMULATIVE=0, FINAL_ONLY=2),
