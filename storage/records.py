@@ -51,7 +51,8 @@ class Task:
     metadata: dict[str, str] = field(default_factory=dict)
     """Anything else that the workflow needs; never shown to the policy."""
 
-    __post_init__ = _make_well_formed
+    def __post_init__(self) -> None:
+        _make_well_formed(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,8 @@ class Message:
     answer: str | None = None
     """What rewards and agents get of it, without thoughts and stop string; None if that is all of `content`."""
 
-    __post_init__ = _make_well_formed
+    def __post_init__(self) -> None:
+        _make_well_formed(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,8 @@ class ToolCall:
     seconds: float = 0.0
     """Wall-clock of the execution."""
 
-    __post_init__ = _make_well_formed
+    def __post_init__(self) -> None:
+        _make_well_formed(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +169,8 @@ class Trajectory:
     excluded: bool = False
     """True if `rollout.exclude_statuses` names this status: the attempt is counted, and not trained."""
 
-    __post_init__ = _make_well_formed
+    def __post_init__(self) -> None:
+        _make_well_formed(self)
 
     @property
     def usable(self) -> bool:
@@ -198,7 +202,8 @@ class RolloutGroup:
     will_retry: bool = False
     """True if the group failed and its prompt runs again, under another group id."""
 
-    __post_init__ = _make_well_formed
+    def __post_init__(self) -> None:
+        _make_well_formed(self)
 
     @property
     def usable(self) -> list[Trajectory]:

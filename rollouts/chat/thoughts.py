@@ -71,10 +71,10 @@ class ThoughtParser:
         marks = [(mark, pair) for pair in self.marks for mark in pair if mark != _HARMONY_END]
         places = [(text.find(mark), pair) for mark, pair in marks if mark in text]
         if not places and not opened:
-            return None, text
+            return None, _HARMONY_HEADER.sub("", text) if self.marks else text
         start, end = min(places)[1] if places else self.marks[0]
         thoughts, answer = _between(text, start, end, opened=opened)
-        return thoughts, _HARMONY_HEADER.sub("", answer).lstrip() if end == _HARMONY_END else answer.lstrip()
+        return thoughts, _HARMONY_HEADER.sub("", answer).lstrip()
 
 
 def _between(text: str, start: str, end: str, *, opened: bool) -> tuple[str, str]:

@@ -123,6 +123,8 @@ class ToolParser:
             raise InvalidInput(
                 f"engine.tool_parser = {self._name!r} does not fit this model's tokenizer: {error}"
             ) from error
+        if self._name == "openai":  # vLLM reads gpt-oss' calls from tokens, elsewhere
+            parser.extract_tool_calls = _harmony_calls
         if hasattr(parser, "skip_reasoning_parsing"):
             parser.skip_reasoning_parsing = True  # the thoughts have been taken out
         return parser, request
@@ -163,6 +165,23 @@ def _read(text: str, parser: Any, request: Any) -> ParsedReply:
     return ParsedReply(content=text, tool_calls=[], malformed_calls=malformed)
 
 
+_HARMONY_CALL = re.compile(
+    r"(?:<\|start\|>assistant)?(?:<\|channel\|>commentary)? to=functions\.(?P<name>[\w.-]+)"
+    r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?\w*<\|message\|>(?P<arguments>.*?)(?=<\|call\|>|<\|start\|>|$)",
+    re.DOTALL,
+)
+
+
+def _harmony_calls(text: str, request: Any) -> Any:
+    """The calls of gpt-oss, as vLLM's parsers return calls."""
+    from vllm.entrypoints.generate.base.protocol import ExtractedToolCallInformation, FunctionCall, ToolCall
+
+    matches = list(_HARMONY_CALL.finditer(text))
+    calls = [ToolCall(function=FunctionCall(name=each["name"], arguments=each["arguments"])) for each in matches]
+    content = text[: matches[0].start()] if matches else text
+    return ExtractedToolCallInformation(tools_called=bool(calls), tool_calls=calls, content=content)
+
+
 _HIDDEN = "\uf8fe"
 """Stands for the first character of a mark inside a value: a character for private use."""
 _ESCAPED = json.dumps(_HIDDEN)[1:-1]
@@ -178,8 +197,8 @@ def _mark(parser: Any, *, ending: bool = False) -> str:
     engine = getattr(parser, "_parser_engine", None)
     terminals = engine.parser_engine_config.terminals if engine is not None else {}
     if ending:
-        names = ("tool_call_end_token", "tool_end_token", "tc_end")
-        ends = [terminals.get("TOOL_END"), *(getattr(parser, name, None) for name in names)]
+        closing = ("tool_call_end_token", "tool_end_token", "tc_end")
+        ends = [terminals.get("TOOL_END"), *(getattr(parser, name, None) for name in closing)]
         return str(next((end for end in ends if isinstance(end, str)), ""))
     names = ("tool_call_start_token", "bot_token", "tool_start_token", "tc_start", "bot_string")
     marks = [terminals.get(name) for name in ("TOOL_START", "TOOL_CALLS", "TOOL_TOKEN")]

@@ -14,11 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import json
 import secrets
 import socket
-import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
@@ -26,12 +24,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, FiniteFloat
 
-from rollouts.chat.chat import Chat, OutOfRoom, Reply
+from rollouts.chat.chat import Chat, OutOfRoom
+from rollouts.endpoint.history import History
 from rollouts.endpoint.openai_responses import ResponseRequest, response, response_events
 from rollouts.endpoint.openai_wire import (
     Answer,
-    Call,
-    CalledFunction,
     ChatRequest,
     ChosenTool,
     Refused,
@@ -46,7 +43,6 @@ from rollouts.engines.engine import EngineError
 from rollouts.workflow import Score
 from settings.errors import InvalidInput
 from settings.redaction import well_formed_data
-from storage.records import Message
 
 _KEEP_ALIVE = 60
 """Seconds that an idle connection stays open, so that an agent may think without a new connection."""
@@ -74,8 +70,7 @@ class Session:
         self.responses: dict[str, list[WireMessage]] = {}
         """Response id (Responses API) → the conversation up to and with that response, without instructions."""
         self.chat = chat
-        self._made: dict[str, tuple[Reply, list[Call]]] = {}
-        """Id of a tool call → the reply that made it, and all calls of that reply."""
+        self._history = History()
         self._running: set[asyncio.Task[Any]] = set()
 
     async def answer(self, request: ChatRequest, *, format_option: str = "response_format") -> Answer:
@@ -83,7 +78,7 @@ class Session:
 
         Raises `Refused`.
         """
-        messages = self._conversation(request.messages)
+        messages = self._history.messages(request.messages)
         tools = [tool.model_dump(exclude_unset=True) for tool in request.tools]
         try:
             reply = await self.chat.complete(
@@ -111,12 +106,7 @@ class Session:
         calls, content = [], reply.answer
         if request.tool_choice != "none":
             content = reply.content
-            for call in reply.tool_calls:
-                function = CalledFunction(name=call.name, arguments=call.arguments)
-                # Some parsers count a reply's calls from 0.
-                unique = call.id if call.id not in self._made else f"call_{uuid.uuid4().hex}"
-                calls.append(Call(id=unique, function=function))
-                self._made[unique] = reply, calls
+            calls = self._history.add(reply)
         turn, tokenizer = self.chat.turns[reply.turn_idx], self.chat.tokens.tokenizer
         return Answer(
             content=content,
@@ -181,48 +171,6 @@ class Session:
     async def close(self) -> None:
         """Cancel running requests. After this no turn is added to the attempt."""
         await _cancel(*self._running)
-
-    def _conversation(self, wires: Sequence[WireMessage]) -> list[Message]:
-        """The messages as the policy saw them: its own replies as it sampled them, with the markup of tool calls, and
-        the results of calls in the order of the calls. Raises `Refused`."""
-        messages: list[Message] = []
-        rest = list(wires)
-        while rest:
-            wire = rest.pop(0)
-            if not wire.tool_calls:
-                messages.append(Message(role="system" if wire.role == "developer" else wire.role, content=wire.content))
-                continue
-            reply, calls = self._made_by(wire)
-            place_of = {call.id: place for place, call in enumerate(calls)}
-            sent, results, text = list(wire.tool_calls), dict[int, Message](), wire.content
-            # Some agents send each call with its result, one after the other.
-            while rest and (rest[0].role == "tool" or any(call.id in place_of for call in rest[0].tool_calls)):
-                wire = rest.pop(0)
-                sent, text = [*sent, *wire.tool_calls], text or ("" if wire.role == "tool" else wire.content)
-                if wire.role == "tool":
-                    place = place_of.get(wire.tool_call_id, -1) if wire.tool_call_id else len(results)
-                    if place in results or place < 0:
-                        problem = "has two results" if place in results else "is not of the message before its result"
-                        raise _wrong_history(f"the tool call {wire.tool_call_id!r} {problem}")
-                    results[place] = Message(role="tool", content=wire.content)
-            if sorted(map(_form, sent)) != sorted(map(_form, calls)):
-                raise _wrong_history(
-                    f"the policy's reply with {', '.join(place_of)} is not in the history as it was made: its "
-                    f"{len(calls)} calls {[_form(call)[1:] for call in calls]} became {[_form(c)[1:] for c in sent]}"
-                )
-            # Some clients leave out the text beside the calls. Any other text is an edit, and the Chat forks.
-            same = text in ("", reply.content, reply.answer)
-            text = reply.text if same else text + reply.answer.removeprefix(reply.content)
-            messages.append(Message(role="assistant", content=text))
-            messages += [results[place] for place in sorted(results)]
-        return messages
-
-    def _made_by(self, wire: WireMessage) -> tuple[Reply, list[Call]]:
-        """The reply with a message's calls, and all its calls."""
-        made = self._made.get(wire.tool_calls[0].id)
-        if made is None:
-            raise _wrong_history(f"the policy did not make the tool call {wire.tool_calls[0].id!r} in this session")
-        return made
 
 
 class AgentEndpoint:
@@ -378,20 +326,3 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 def _unknown_key() -> Refused:
     return Refused(401, "no attempt that is running has this API key", code="invalid_api_key")
-
-
-def _wrong_history(problem: str) -> Refused:
-    remedy = "send the policy's messages back as they came, or say what happened in words"
-    return Refused(400, f"{problem}; {remedy}", param="messages")
-
-
-def _form(call: Call) -> tuple[str, str, str]:
-    """A form of a call that stays equal if an agent's client parses the arguments and writes them again."""
-    return call.id, call.function.name, _normal(call.function.arguments)
-
-
-def _normal(arguments: str) -> str:
-    try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
-        return arguments

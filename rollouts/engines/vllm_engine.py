@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import itertools
-import json
 import logging
 import os
 import time
@@ -33,6 +31,7 @@ from infra.weight_broadcast import Broadcast
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, Until, UpdateMode, WeightUpdate
 from rollouts.engines.vllm_core import CoreStart, in_processes_of_its_own
 from rollouts.engines.vllm_lora import adapter_arguments, check_applied, slot_request
+from rollouts.engines.vllm_requests import end_token_ids, sampling_parameters
 from rollouts.engines.vllm_worker import results
 from settings.errors import InvalidInput
 from storage.objects.digests import read_seal, sha256_of_json
@@ -136,7 +135,7 @@ class VllmEngine:
         model = self._base_folder or folder
         self._as_input = tokens_input  # imported once: a lookup in vLLM's package takes as long as all else here
         self._refusal = VLLMClientError
-        self._stop_ids = _end_token_ids(model)
+        self._stop_ids = end_token_ids(model)
         self._served = _weights_in(folder, version)
         arguments = in_processes_of_its_own(self._arguments)
         with self._core.starting():
@@ -170,7 +169,7 @@ class VllmEngine:
             seed = None if sampling.seed is None else sampling.seed + len(token_ids)
             part = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - len(token_ids), seed=seed)
             name = f"{request_id}.part{part_idx}" if part_idx else request_id
-            parameters = _sampling_parameters(part, tuple(self._stop_ids), until is not None, constraint)
+            parameters = sampling_parameters(part, tuple(self._stop_ids), until is not None, constraint)
             completion = await self._sample(prompt_ids, token_ids, parameters, name, until)
             token_ids += completion.token_ids
             logprobs += completion.logprobs.logprobs
@@ -377,38 +376,3 @@ class VllmEngine:
             calling.cancel()
             raise EngineError("the engine core has ended")
         return calling.result()
-
-
-@functools.lru_cache(maxsize=16)
-def _sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...], streams: bool, constraint: str) -> Any:
-    """vLLM's sampling parameters; `streams` if every token is looked at as it comes.
-
-    vLLM copies them for each request, so attempts without a seed share one object.
-    """
-    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        max_tokens=sampling.max_tokens,
-        seed=sampling.seed,
-        logprobs=0,  # only the sampled token's
-        flat_logprobs=True,  # lists, not a dictionary and an object per token
-        stop_token_ids=list(stop_ids),
-        detokenize=False,
-        structured_outputs=StructuredOutputsParams(**json.loads(constraint)) if constraint else None,
-        output_kind=RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY,
-        skip_clone=not constraint,  # a deep copy for each request would cost as much as the rest of its admission
-    )
-
-
-def _end_token_ids(folder: Path) -> list[int]:
-    """Token ids that end a reply, from `generation_config.json` of a model folder, else from `config.json`."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if ids is not None:
-            return list(ids) if isinstance(ids, list) else [ids]
-    raise EngineError(f"{folder} names no eos_token_id in generation_config.json or config.json")

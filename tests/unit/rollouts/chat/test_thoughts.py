@@ -37,7 +37,7 @@ ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel
         ("<seed:think>41</seed:think>42", False, "41", "42"),
         ("<|channel>thought\n41<channel|>42", False, "thought\n41", "42"),
         (f"{ANALYSIS}41<|end|>{FINAL}42", False, "41", "42"),
-        (f"{FINAL}42", False, None, f"{FINAL}42"),
+        (f"{FINAL}42", False, None, "42"),
         (f"{ANALYSIS}41", False, "41", ""),
         ("42<|end|>", False, None, "42<|end|>"),
     ],

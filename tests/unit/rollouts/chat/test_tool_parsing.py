@@ -44,6 +44,7 @@ ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo", "days": 3}'
 HERMES = '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": %s}'
 MISTRAL = '{"name": "weather", "arguments": %s}'
+HARMONY = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>%s"
 XML = "<tool_call>\n<function=weather>\n<parameter=city>\n%s\n</parameter>\n</function>\n</tool_call>"
 GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>"
 
@@ -62,6 +63,18 @@ GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n<
         ("mistral", "mistral", f"Well.[TOOL_CALLS] [{MISTRAL % BERLIN}]", "Well.", [BERLIN]),
         ("mistral", "mistral", f"[TOOL_CALLS] [{MISTRAL % ROME}, {MISTRAL % OSLO}]", "", [ROME, OSLO]),
         ("pythonic", "llama3", "[weather(city='Berlin')]", "", [BERLIN]),
+        ("openai", "qwen2", HARMONY % BERLIN, "", [BERLIN]),
+        ("openai", "qwen2", f"I look.<|end|><|start|>assistant{HARMONY % BERLIN}", "I look.<|end|>", [BERLIN]),
+        (
+            "openai",
+            "qwen2",
+            HARMONY.replace(
+                "<|channel|>commentary to=functions.weather ", " to=functions.weather<|channel|>commentary "
+            )
+            % OSLO,
+            "",
+            [OSLO],
+        ),
         ("pythonic", "llama3", "[weather(city='Rome'), weather(city='Oslo', days=3)]", "", [ROME, OSLO]),
     ],
 )
