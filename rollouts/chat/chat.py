@@ -165,7 +165,9 @@ class Chat:
         branch.busy = True
         try:
             started = time.perf_counter()
-            stopping = await self._stopping(stop, schemas if one_call else [])
+            opening = self.tokens.text([*context_ids[-8:], self.tokens.end_id], keep_special=True)
+            opened = self.thought_parser.opened_by(opening)
+            stopping = await self._stopping(stop, schemas if one_call else [], opened=opened)
             options: dict[str, Any] = {"until": stopping} if stopping else {}
             options |= {"constraint": constraint} if constraint else {}
             generation = await self.engine.generate(prompt_ids, sampling=sampling, request_id=request_id, **options)
@@ -173,10 +175,9 @@ class Chat:
             self.held_seconds += generation.held_seconds
             keep_special = bool(schemas) or self.thought_parser.needs_special
             text = self.tokens.text(generation.token_ids, keep_special=keep_special)
-            opening = self.tokens.text([*context_ids[-8:], self.tokens.end_id], keep_special=True)
             stopped = bool(stopping and stopping(generation.token_ids))
             shown, stopped_by = stopping.cut(text) if stopping and stopped else (text, "")
-            thoughts, answer = self.thought_parser.split(shown, opened=self.thought_parser.opened_by(opening))
+            thoughts, answer = self.thought_parser.split(shown, opened=opened)
             parsed = ParsedReply(content=answer, tool_calls=[])
             if schemas and self.tool_parser is not None:
                 parsed = await self.tool_parser.parse(answer, schemas)
@@ -219,7 +220,9 @@ class Chat:
         branch.reply, branch.replied_at = reply, time.perf_counter()
         return reply
 
-    async def _stopping(self, strings: Sequence[str], schemas: list[dict[str, Any]]) -> Stopping | None:
+    async def _stopping(
+        self, strings: Sequence[str], schemas: list[dict[str, Any]], *, opened: bool
+    ) -> Stopping | None:
         """What ends the reply at these strings, and behind the first call of these tools, if there are any."""
         if not (strings or schemas):
             return None
@@ -230,7 +233,11 @@ class Chat:
         if not schemas or self.tool_parser is None:
             return Stopping(strings, decode)
         mark, calls_in = await self.tool_parser.end_of_call(schemas)
-        return Stopping(strings, decode, mark=mark, also=lambda text: calls_in(self.thought_parser.split(text)[1]))
+
+        def has_called(text: str) -> bool:
+            return calls_in(self.thought_parser.split(text, opened=opened)[1])
+
+        return Stopping(strings, decode, mark=mark, also=has_called)
 
     @property
     def cut_off(self) -> bool:

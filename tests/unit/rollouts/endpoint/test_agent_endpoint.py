@@ -310,6 +310,23 @@ async def test_without_parallel_calls_a_reply_ends_behind_its_first_call(text_to
     assert text_tokens.tokenizer.decode(agent.chat.turns[0].sampled_ids) == 'Both: [add {"a": 2}]'
 
 
+async def test_a_draft_call_in_thoughts_ends_no_reply(text_tokens: ChatTokens):
+    for reply, template in (
+        ('<think>[add {}]?</think>[add {"a": 2}] more', None),
+        ('[add {}]?</think>[add {"a": 2}] more', "<think>"),
+    ):
+
+        class Opens(ChatTokens):
+            def prompt(self, messages: Any, **keywords: Any) -> list[int]:
+                return [*super().prompt(messages, **keywords), *self.tokenizer(template or "")["input_ids"]]  # noqa: B023
+
+        async with served(Opens(text_tokens.tokenizer), reply) as agent:
+            [choice] = (await agent.ask("1", tools=[ADD], parallel_tool_calls=False)).choices
+        [call] = choice.message.tool_calls
+        assert (choice.message.reasoning, call.function.arguments) == ("[add {}]?", '{"a": 2}')
+        assert text_tokens.tokenizer.decode(agent.chat.turns[0].sampled_ids) == reply.removesuffix(" more")
+
+
 async def test_what_forces_tokens_goes_to_an_engine_that_follows_grammars_and_is_recorded(text_tokens: ChatTokens):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     json_schema = {"name": "x", "schema": schema, "strict": True}
