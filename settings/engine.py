@@ -34,6 +34,13 @@ class EngineSettings(Block):
     `nccl` between GPUs or `gloo` between CPUs. The store has them in any case, and is read if a broadcast fails."""
     tool_parser: str = "hermes"
     """vLLM's parser for the tool calls of this model family: hermes (Qwen), llama3_json, mistral, …"""
+    reasoning_parser: str = "auto"
+    """How thoughts are found in a reply; only what follows them is scored and calls tools. `auto` knows `<think>` and
+    the marks of Mistral, Seed, Gemma and gpt-oss; `none` finds no thoughts; any other value is the name of vLLM's
+    parser for the model family: qwen3, deepseek_r1, granite, …"""
+    guided_decoding: bool = False
+    """Let agents force tokens: `tool_choice` with `required` or a name, `response_format`. vLLM then loads the
+    tokenizer, and the logprobs of such a reply are those of the tokens that the grammar leaves."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Passed on as vLLM's engine arguments, for example {"tensor_parallel_size": 2}."""
 

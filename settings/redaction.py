@@ -1,6 +1,7 @@
-"""What must not be shown: passwords in addresses, and the values of secrets in the environment.
+"""What must not be shown: passwords in addresses, and the values of secrets in the environment. And what cannot be
+written: half of a surrogate pair, as in a file name that is no UTF-8 or in "\\ud83d" of a JSON file.
 
-In: text on its way out, as a log message, an error or a recorded sentence. Out: the same, with `***` for each of them.
+In: text on its way out, as a log message, an error or a recorded sentence. Out: the same, with `***` for each secret.
 A secret comes from the environment alone: a run file is recorded, so a key of it that looks like one is refused.
 """
 
@@ -36,7 +37,33 @@ def without_secrets(text: str) -> str:
     values = {value for name, value in os.environ.items() if len(value) >= SHORTEST and _VARIABLE.search(name)}
     for value in sorted(values, key=len, reverse=True):  # one may be a part of another
         text = text.replace(value, "***")
-    return _ADDRESS.sub("***@", text)
+    return well_formed(_ADDRESS.sub("***@", text))
+
+
+def well_formed(text: str) -> str:
+    """The text in characters that UTF-8 has: half of a surrogate pair becomes U+FFFD, and two halves one character.
+
+    >>> well_formed("\\udcff.txt, \\ud83d\\ude00")
+    '\ufffd.txt, 😀'
+    """
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def well_formed_data(data: Any) -> Any:
+    """Plain data with well-formed texts, also those of keys."""
+    match data:
+        case str():
+            return well_formed(data)
+        case dict():
+            return {well_formed_data(key): well_formed_data(value) for key, value in data.items()}
+        case list():
+            return [well_formed_data(value) for value in data]
+        case tuple():
+            return tuple(map(well_formed_data, data))
+        case _:
+            return data
 
 
 def secret_settings(document: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

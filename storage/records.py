@@ -1,6 +1,7 @@
 """What rollouts produce: a task, an attempt at it, a group of attempts. What a log keeps of them: `log/entries.py`.
 
-In: nothing. Out: frozen dataclasses, plain data, no behaviour beyond checks.
+In: nothing. Out: frozen dataclasses, plain data, no behaviour beyond checks. Their texts are well-formed: half of a
+surrogate pair, as in a file name that is no UTF-8 or in "\\ud83d" of a JSON file, becomes U+FFFD.
 
     Task ──run n times──▶ Trajectory (turns, messages, reward) ──▶ RolloutGroup ──▶ rows of a shard
 
@@ -10,7 +11,9 @@ A failed attempt has no reward, never reward 0: it enters no mean, no standard d
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from settings.redaction import well_formed_data
 
 Status = Literal[
     "ok",  # the policy ended its reply itself
@@ -29,6 +32,12 @@ NOT_SAMPLED = -1
 """Weight version of a token that no policy sampled (prompt, tool result)."""
 
 
+def _make_well_formed(record: Any) -> None:
+    for name, value in vars(record).items():
+        if isinstance(value, str | dict):
+            object.__setattr__(record, name, well_formed_data(value))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A problem to attempt. Example: `Task(id="37+45", prompt="37+45=", answer="82")`."""
@@ -42,6 +51,9 @@ class Task:
     metadata: dict[str, str] = field(default_factory=dict)
     """Anything else that the workflow needs; never shown to the policy."""
 
+    def __post_init__(self) -> None:
+        _make_well_formed(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
@@ -53,6 +65,11 @@ class Message:
     """Text as the chat template saw it."""
     is_completion: bool = False
     """True if the policy wrote it."""
+    answer: str | None = None
+    """What rewards and agents get of it, without thoughts and stop string; None if that is all of `content`."""
+
+    def __post_init__(self) -> None:
+        _make_well_formed(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +86,9 @@ class ToolCall:
     """True if the tool raised or timed out."""
     seconds: float = 0.0
     """Wall-clock of the execution."""
+
+    def __post_init__(self) -> None:
+        _make_well_formed(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +111,13 @@ class Turn:
     """Tools executed after this turn."""
     generate_seconds: float = 0.0
     """Wall-clock of the engine call."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that the agent asked to end the reply at; the tokens up to the end of one are sampled like any other."""
+    stopped_by: str = ""
+    """The one that did, which agent and reward do not see; or the mark that ends a call, if only one was asked for."""
+    constraint: str = ""
+    """vLLM's structured-output parameters, as JSON, if a grammar restricted the tokens; `logprobs` are then those of
+    the restricted distribution."""
     adapters: dict[int, str] = field(default_factory=dict)
     """Policy version → digest of the adapter the engine held under it, for the versions above that are adapters."""
 
@@ -146,6 +173,9 @@ class Trajectory:
     vote: str | None = None
     """What it answered, for the majority votes of an evaluation; shards do not keep it."""
 
+    def __post_init__(self) -> None:
+        _make_well_formed(self)
+
     @property
     def usable(self) -> bool:
         """True if this attempt may be trained on."""
@@ -175,6 +205,9 @@ class RolloutGroup:
     """Unix seconds at admission."""
     will_retry: bool = False
     """True if the group failed and its prompt runs again, under another group id."""
+
+    def __post_init__(self) -> None:
+        _make_well_formed(self)
 
     @property
     def usable(self) -> list[Trajectory]:

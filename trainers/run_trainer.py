@@ -113,7 +113,7 @@ class RunTrainer:
 
     def _read(self, claim: Claim, *, rewards: str, judge: bool) -> Samples:
         shards = [self.log.state.shards[name] for name in dict.fromkeys(group.shard_id for group in claim.trained)]
-        columns = (*COLUMNS, "reward_parts", "turns", "adapters")
+        columns = (*COLUMNS, "reward_parts", "turns", "adapters", "requests")
         tables = {shard.id: read_shard(self.log, shard, columns=columns) for shard in shards}
         if self.config.train.lora is not None:
             for shard_id, table in tables.items():

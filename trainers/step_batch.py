@@ -84,8 +84,11 @@ def step_batch(
         sampled_T = sampled_T & (samples.rewards_B >= settings.loss.min_reward)[token_row]
     trained_T = in_time_T & sampled_T & (credit.known_T | (settings.loss.kind == "sft"))
     shards_T = np.zeros_like(token_row) if not len(samples.shards_B) else samples.shards_B[token_row]
+    compared_T = samples.mask_T  # a grammar's logprobs are those of another distribution than the policy's
+    if samples.constrained_B is not None:
+        compared_T = compared_T & ~samples.constrained_B[token_row]
     own_T, kept_T = gap_weights(
-        samples.versions_T, samples.mask_T, shards_T, base_version=base_version, kept_version=kept_version
+        samples.versions_T, compared_T, shards_T, base_version=base_version, kept_version=kept_version
     )
     values: dict[str, np.ndarray] = {
         "sampled_logprobs": samples.logprobs_T,

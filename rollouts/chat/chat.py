@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.stopping import Stopping
+from rollouts.chat.thoughts import ThoughtParser
 from rollouts.chat.tool_parsing import ParsedReply, ToolParser
 from rollouts.chat.tools import Tool, run_calls
 from rollouts.engines.engine import Engine
@@ -36,7 +38,13 @@ class Reply(ParsedReply):
     """The policy's reply in one turn, split into text and calls."""
 
     text: str
-    """The whole reply, as recorded. To go on from here, send it as the `content` of an assistant message."""
+    """The whole reply, as recorded. To go on from here, send it or `answer` as an assistant message."""
+    thoughts: str | None
+    """What the policy thought before it answered; None if the reply has no thoughts."""
+    answer: str
+    """The reply without its thoughts and stop string, with its tool calls; empty if it was cut off inside thoughts."""
+    stopped: bool
+    """True if a stop string ended it, and not the policy's end token."""
     finish_reason: str
     """`stop` or `length`, from the engine."""
     turn_idx: int
@@ -80,6 +88,9 @@ class Chat:
     max_model_len: int
     request_id: str
     tool_parser: ToolParser | None = None
+    thought_parser: ThoughtParser = dataclasses.field(default_factory=ThoughtParser)
+    follows_grammars: bool = False
+    """True if the engine follows a `constraint`."""
     max_tool_turns: int = 8
     tool_timeout: float = 30.0
     tool_output_chars: int = 8192
@@ -100,9 +111,10 @@ class Chat:
     _num_tool_turns: int = dataclasses.field(default=0, init=False)
     _branches: list[_Branch] = dataclasses.field(default_factory=list, init=False)
 
-    async def ask(self, text: str, *, tools: Sequence[Tool] = ()) -> str:
+    async def ask(self, text: str, *, tools: Sequence[Tool] = (), with_thoughts: bool = False) -> str:
         """Send `text` as the user; returns the policy's reply, the one after its tool calls if it made any.
 
+        The reply is the part that follows the policy's thoughts, or all of it with `with_thoughts`.
         Raises what `complete` raises (`OutOfRoom` under `rollout.on_out_of_room = "score"` only the second time:
         the first reply without room is empty), and `ToolUnavailable` when a tool's infrastructure failed.
         """
@@ -118,20 +130,28 @@ class Chat:
                 if not (self.scores_out_of_room and self.turns) or was_out_of_room:
                     raise
                 return ""
-            if not (reply.tool_calls or reply.malformed_call):
-                return reply.text
-            if self._num_tool_turns >= self.max_tool_turns:
-                self.max_turns_reached = True
-                return reply.text
+            called = bool(reply.tool_calls or reply.malformed_calls)
+            self.max_turns_reached |= called and self._num_tool_turns >= self.max_tool_turns
+            if not called or self.max_turns_reached:
+                return reply.text if with_thoughts else reply.answer
             self._num_tool_turns += 1
             results = await self._run_tools(reply, tools)
             messages = [*self.messages, *results]
 
     async def complete(
-        self, messages: Sequence[Message], *, tools: Sequence[Tool | dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool | dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        one_call: bool = False,
+        constraint: str = "",
     ) -> Reply:
         """The policy's reply to a whole conversation. Tool calls in it are not executed.
 
+        The reply ends at the first of the strings `stop`, and with `one_call` behind the first tool call that can be
+        read. `constraint` are vLLM's structured-output parameters, as JSON: they restrict what is sampled.
         `tools` are `Tool`s or schemas in OpenAI's function format. `max_tokens` may shorten the reply, not lengthen it.
         Raises `EngineError` when the engine fails and `OutOfRoom` when no token more fits.
         """
@@ -143,7 +163,8 @@ class Chat:
             context_ids = self.tokens.prompt(messages, tools=schemas)
         else:
             new = messages[len(branch.messages) :]
-            context_ids = self.tokens.continuation(new, ended=not branch.reply.cut_off)
+            messages = [*branch.messages, *new]  # with the thoughts that the caller may have left out
+            context_ids = self.tokens.continuation(new, ended=not (branch.reply.cut_off or branch.reply.stopped))
             self._record_results(branch.reply, new, seconds=time.perf_counter() - branch.replied_at)
         prompt_ids = [*branch.ids, *context_ids]
         room = self.max_model_len - len(prompt_ids)
@@ -157,13 +178,22 @@ class Chat:
         branch.busy = True
         try:
             started = time.perf_counter()
-            generation = await self.engine.generate(prompt_ids, sampling=sampling, request_id=request_id)
+            opening = self.tokens.text([*context_ids[-8:], self.tokens.end_id], keep_special=True)
+            opened = self.thought_parser.opened_by(opening)
+            stopping = await self._stopping(stop, schemas if one_call else [], opened=opened)
+            options: dict[str, Any] = {"until": stopping} if stopping else {}
+            options |= {"constraint": constraint} if constraint else {}
+            generation = await self.engine.generate(prompt_ids, sampling=sampling, request_id=request_id, **options)
             generate_seconds = time.perf_counter() - started - generation.held_seconds
             self.held_seconds += generation.held_seconds
-            text = self.tokens.text(generation.token_ids, keep_special=bool(schemas))
-            parsed = ParsedReply(content=text, tool_calls=[])
+            keep_special = bool(schemas) or self.thought_parser.needs_special
+            text = self.tokens.text(generation.token_ids, keep_special=keep_special)
+            stopped = bool(stopping and stopping(generation.token_ids))
+            shown, stopped_by = stopping.cut(text) if stopping and stopped else (text, "")
+            thoughts, answer = self.thought_parser.split(shown, opened=opened)
+            parsed = ParsedReply(content=answer, tool_calls=[])
             if schemas and self.tool_parser is not None:
-                parsed = await self.tool_parser.parse(text, schemas)
+                parsed = await self.tool_parser.parse(answer, schemas)
         finally:
             branch.busy = False
         # No await from here on: a request that runs at the same time sees the whole turn or nothing of it.
@@ -178,24 +208,49 @@ class Chat:
             finish_reason=generation.finish_reason,
             sequence_idx=branch.sequence_idx,
             generate_seconds=generate_seconds,
+            stop=list(stop),
+            stopped_by=stopped_by,
+            constraint=constraint,
             adapters=generation.adapters,
         )
         reply = Reply(
             **vars(parsed),
             text=text,
+            thoughts=thoughts,
+            answer=answer,
+            stopped=stopped,
             finish_reason=generation.finish_reason,
             turn_idx=len(self.turns),
             num_prompt_tokens=len(prompt_ids),
         )
-        message = Message(role="assistant", content=text, is_completion=True)
+        message = Message(role="assistant", content=text, is_completion=True, answer=None if answer == text else answer)
         self.turns.append(turn)
         num_recorded = max((_shared(each.messages, messages) for each in self._branches), default=0)
         new = messages[num_recorded:]
-        self.recorded += [*(dataclasses.replace(each, is_completion=False) for each in new), message]
+        self.recorded += [*(dataclasses.replace(each, is_completion=False, answer=None) for each in new), message]
         self.messages = [*messages, message]
         branch.messages, branch.ids = list(self.messages), [*prompt_ids, *generation.token_ids]
         branch.reply, branch.replied_at = reply, time.perf_counter()
         return reply
+
+    async def _stopping(
+        self, strings: Sequence[str], schemas: list[dict[str, Any]], *, opened: bool
+    ) -> Stopping | None:
+        """What ends the reply at these strings, and behind the first call of these tools, if there are any."""
+        if not (strings or schemas):
+            return None
+
+        def decode(ids: Sequence[int]) -> str:
+            return self.tokens.text(ids, keep_special=True)
+
+        if not schemas or self.tool_parser is None:
+            return Stopping(strings, decode)
+        mark, calls_in = await self.tool_parser.end_of_call(schemas)
+
+        def has_called(text: str) -> bool:
+            return calls_in(self.thought_parser.split(text, opened=opened)[1])
+
+        return Stopping(strings, decode, mark=mark, also=has_called)
 
     @property
     def cut_off(self) -> bool:
@@ -207,9 +262,9 @@ class Chat:
         calls, unavailable = await run_calls(
             reply.tool_calls, tools, timeout=self.tool_timeout, output_chars=self.tool_output_chars
         )
-        if not reply.tool_calls:
+        for place, text in reversed(reply.malformed_calls):
             result = "error: this is no tool call that can be read; check its format"
-            calls = [ToolCall(name="", arguments=reply.malformed_call, result=result, failed=True)]
+            calls.insert(place, ToolCall(name="", arguments=text, result=result, failed=True))
         self._record_calls(reply, calls)
         if unavailable is not None:
             raise unavailable
@@ -245,10 +300,10 @@ class Chat:
 
 
 def _shared(ones: Sequence[Message], others: Sequence[Message]) -> int:
-    """Length of the common beginning. Only role and content count, which the model sees, not `is_completion`."""
+    """Length of the common beginning. Only role and content count; the thoughts of `ones` may be left out."""
     count = 0
     for one, other in zip(ones, others, strict=False):
-        if (one.role, one.content) != (other.role, other.content):
+        if one.role != other.role or other.content not in (one.content, one.answer):
             break
         count += 1
     return count

@@ -19,7 +19,6 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-import json
 import logging
 import threading
 import time
@@ -30,6 +29,7 @@ from docstring_parser import parse as parse_docstring
 from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
+from rollouts.chat.plain_data import as_text
 from rollouts.chat.tool_parsing import CallRequest
 from settings.errors import InvalidInput
 from storage.records import ToolCall
@@ -69,19 +69,24 @@ class Tool:
 def tool(function: Callable[..., Any]) -> Tool:
     """Make a typed function, or a method inside a class, callable by a policy.
 
+    A `functools.partial` is its function without the arguments that it gives, and an object is its `__call__`.
     Raises `InvalidInput` if the docstring or a type hint is missing, or a parameter cannot be given by name.
     """
-    name = getattr(function, "__name__", repr(function))
-    docstring = parse_docstring(inspect.getdoc(function) or "")
+    partial = function if isinstance(function, functools.partial) else functools.partial(function)
+    name, written = getattr(partial.func, "__name__", ""), partial.func
+    if not name:
+        name, written = type(partial.func).__name__, type(partial.func).__call__
+    described = inspect.getdoc(written) if written is partial.func else inspect.getdoc(type(partial.func))
+    docstring = parse_docstring(described or "")
     if not docstring.description:
         raise InvalidInput(f"tool {name!r} has no docstring; the policy needs to be told what it does")
     descriptions = {parameter.arg_name: parameter.description for parameter in docstring.params}
     try:
-        hints = get_type_hints(function, include_extras=True)
+        hints = get_type_hints(written, include_extras=True)
     except NameError as error:
         raise InvalidInput(f"tool {name!r}: {error}; types in its hints must be importable from its module") from error
     fields: dict[str, Any] = {}
-    given = list(inspect.signature(function).parameters.values())
+    given = [each for each in inspect.signature(function).parameters.values() if each.name not in partial.keywords]
     if given and given[0].name in ("self", "cls"):  # of a method that is being defined
         given = given[1:]
     for parameter in given:
@@ -165,7 +170,7 @@ async def _execute(function: Callable[..., Any], arguments: dict[str, Any]) -> s
             value = await _in_thread(functools.partial(function, **arguments))
             if inspect.isawaitable(value):  # an async function behind a decorator
                 value = await value
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        return as_text(value)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything; the policy sees it
         return error
 

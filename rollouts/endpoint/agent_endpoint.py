@@ -14,10 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import json
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
@@ -26,12 +25,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, FiniteFloat
 
 from rollouts.chat.chat import Chat, OutOfRoom
+from rollouts.endpoint.history import History
 from rollouts.endpoint.openai_responses import ResponseRequest, response, response_events
 from rollouts.endpoint.openai_wire import (
     Answer,
-    Call,
-    CalledFunction,
     ChatRequest,
+    ChosenTool,
     Refused,
     WireMessage,
     chat_completion,
@@ -39,9 +38,11 @@ from rollouts.endpoint.openai_wire import (
     read,
     read_request,
 )
+from rollouts.endpoint.token_bytes import token_bytes
 from rollouts.engines.engine import EngineError
 from rollouts.workflow import Score
-from storage.records import Message
+from settings.errors import InvalidInput
+from settings.redaction import well_formed_data
 
 _KEEP_ALIVE = 60
 """Seconds that an idle connection stays open, so that an agent may think without a new connection."""
@@ -69,16 +70,29 @@ class Session:
         self.responses: dict[str, list[WireMessage]] = {}
         """Response id (Responses API) → the conversation up to and with that response, without instructions."""
         self.chat = chat
-        self._replies_with_calls: dict[Any, tuple[str, str]] = {}
-        """Tool calls → the text beside them, and the whole reply of the policy."""
+        self._history = History()
         self._running: set[asyncio.Task[Any]] = set()
 
-    async def answer(self, request: ChatRequest) -> Answer:
-        """Let the policy reply to a conversation. Raises `Refused`."""
-        messages = [self._message(message) for message in request.messages]
+    async def answer(self, request: ChatRequest, *, format_option: str = "response_format") -> Answer:
+        """Let the policy reply to a conversation. `format_option` is what the request calls `response_format`.
+
+        Raises `Refused`.
+        """
+        messages = self._history.messages(request.messages)
         tools = [tool.model_dump(exclude_unset=True) for tool in request.tools]
         try:
-            reply = await self.chat.complete(messages, tools=tools, max_tokens=request.limit)
+            reply = await self.chat.complete(
+                messages,
+                tools=tools,
+                max_tokens=request.limit,
+                stop=request.stop,
+                one_call=not request.parallel_tool_calls and bool(tools) and request.tool_choice != "none",
+                constraint=await self._constraint(request, tools, format_option),
+            )
+        except Refused:
+            raise
+        except InvalidInput as error:  # e.g. no grammar for this format of calls
+            raise Refused(400, str(error)) from error
         except OutOfRoom as error:
             self.fault = error
             raise Refused(400, str(error), code="context_length_exceeded", param="messages") from error
@@ -89,23 +103,43 @@ class Session:
             self.fault = error
             raise Refused(500, f"{type(error).__name__}: {error}") from error
         self.fault = None
-        calls, content = [], reply.text
-        if request.tool_choice == "auto":
+        calls, content = [], reply.answer
+        if request.tool_choice != "none":
             content = reply.content
-            calls = [
-                Call(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
-                for call in reply.tool_calls
-            ]
-        if calls:
-            self._replies_with_calls[_form(calls)] = (content, reply.text)
-        turn = self.chat.turns[reply.turn_idx]
+            calls = self._history.add(reply)
+        turn, tokenizer = self.chat.turns[reply.turn_idx], self.chat.tokens.tokenizer
         return Answer(
             content=content,
+            thoughts=reply.thoughts,
+            thought_tokens=len(tokenizer(reply.thoughts)["input_ids"]) if reply.thoughts else 0,
             calls=calls,
             turn=turn,
             prompt_tokens=reply.num_prompt_tokens,
-            token_texts=[self.chat.tokens.text([i]) for i in turn.sampled_ids] if request.logprobs else None,
+            token_bytes=[token_bytes(tokenizer, i) for i in turn.sampled_ids] if request.logprobs else None,
         )
+
+    async def _constraint(self, request: ChatRequest, tools: list[dict[str, Any]], format_option: str) -> str:
+        """vLLM's structured-output parameters for a request; empty if nothing is forced. Raises `Refused`."""
+        choice, parser = request.tool_choice, self.chat.tool_parser
+        forces_format = choice in ("auto", "none")
+        if forces_format and not request.response_format.constraint:
+            return ""
+        option = format_option if forces_format else "tool_choice"
+        if not self.chat.follows_grammars:
+            why = "it forces the policy's tokens, which needs engine.guided_decoding = true in the run file (and vLLM)"
+            raise Refused(400, f"`{option}`: {why}", param=option)
+        if forces_format:
+            return request.response_format.constraint
+        name = choice.function.name if isinstance(choice, ChosenTool) else ""
+        if not tools or (name and name not in [tool["function"]["name"] for tool in tools]):
+            problem = f"no tool has the name {name!r}" if name else "there are no tools"
+            raise Refused(400, f"`tool_choice`: {problem}", param=option)
+        assert parser is not None, "every attempt has a tool parser"
+        strict = [tool.function.strict for tool in request.tools]  # the prompt does not show it
+        forced = [
+            {**tool, "function": {**tool["function"], "strict": each}} for tool, each in zip(tools, strict, strict=True)
+        ]
+        return await parser.grammar(forced, name, one_call=not request.parallel_tool_calls)
 
     def post_reward(self, score: Score) -> None:
         """Keep the attempt's reward. The same one may be posted again; another raises `Refused` (409)."""
@@ -137,22 +171,6 @@ class Session:
     async def close(self) -> None:
         """Cancel running requests. After this no turn is added to the attempt."""
         await _cancel(*self._running)
-
-    def _message(self, wire: WireMessage) -> Message:
-        """The message as the policy saw it: its own replies as it sampled them, with the markup of tool calls."""
-        role, text = "system" if wire.role == "developer" else wire.role, wire.content
-        if wire.tool_calls:
-            content, reply = self._replies_with_calls.get(_form(wire.tool_calls), ("", ""))
-            if not reply.startswith(content) or not reply:
-                raise Refused(
-                    400,
-                    "the history has tool calls that the policy did not make in this session; send its messages back "
-                    "as they came, or say what happened in words",
-                    param="messages",
-                )
-            # Some clients leave out the text beside the calls. Any other text is an edit, and the Chat forks.
-            text = reply if text in ("", content) else text + reply.removeprefix(content)
-        return Message(role=role, content=text)
 
 
 class AgentEndpoint:
@@ -264,7 +282,8 @@ def _application(find: Callable[[str], Session | None]) -> FastAPI:
         session, body = session_of(request), await _json(request)
         asked = read_request(ResponseRequest, body, session.chat.sampling)
         conversation = [*session.earlier(asked.previous_response_id), *asked.messages]
-        answer = await session.run(session.answer(asked.chat_request(conversation)), until=_disconnected(request))
+        answering = session.answer(asked.chat_request(conversation), format_option="text")
+        answer = await session.run(answering, until=_disconnected(request))
         made = response(answer, body)
         reply = WireMessage(role="assistant", content=answer.content, tool_calls=answer.calls)
         session.responses[made.id] = [*conversation, reply]
@@ -288,7 +307,7 @@ def _events(events: Iterator[str]) -> Response:
 
 async def _json(request: Request) -> Any:
     try:
-        return await request.json()
+        return well_formed_data(await request.json())
     except ValueError as error:
         raise Refused(400, f"the body of the request is not JSON: {error}") from error
 
@@ -307,15 +326,3 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 def _unknown_key() -> Refused:
     return Refused(401, "no attempt that is running has this API key", code="invalid_api_key")
-
-
-def _form(calls: Sequence[Call]) -> Any:
-    """A form of calls that stays equal if an agent's client parses the arguments and writes them again."""
-    return tuple((call.id, call.function.name, _normal(call.function.arguments)) for call in calls)
-
-
-def _normal(arguments: str) -> str:
-    try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
-        return arguments

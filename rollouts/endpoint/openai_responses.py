@@ -20,8 +20,10 @@ from rollouts.endpoint.openai_wire import (
     Call,
     CalledFunction,
     ChatRequest,
+    ChosenTool,
     Function,
     Request,
+    ResponseFormat,
     Strict,
     Text,
     ToolSpecification,
@@ -60,24 +62,69 @@ class ResultItem(_Item):
     output: Text
 
 
+class ReasoningItem(_Item):
+    """Thoughts that the policy had: accepted and unused, because they are recorded."""
+
+    type: Literal["reasoning"]
+    summary: list[Any] = []
+    content: list[Any] = []
+    encrypted_content: str = ""
+
+
+Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, Field(discriminator="type")]
+
+
 class ResponseTool(Function):
     """One entry of `tools`."""
 
     type: Literal["function"]
 
 
+class ChosenFunction(Strict):
+    """`tool_choice` with a name."""
+
+    type: Literal["function"]
+    name: str
+
+
+class _Format(Strict):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = ""
+    description: str = ""
+    schema_: Any = Field(default=True, alias="schema")
+    strict: bool = False
+
+
+class TextOptions(Strict):
+    """`text`."""
+
+    format: _Format = _Format()
+    verbosity: Literal["medium"] = "medium"
+    """Accepted at the value that has no effect."""
+
+    @property
+    def response_format(self) -> ResponseFormat:
+        """The same in a chat-completions request."""
+        asked = self.format
+        return ResponseFormat.model_validate({"type": asked.type, "json_schema": {"schema": asked.schema_}})
+
+
 class ResponseRequest(Request):
     """A Responses request."""
 
     only_at = {
-        **{"include": [], "background": False, "top_logprobs": 0, "truncation": "disabled"},
-        **{"parallel_tool_calls": True, "text": {"format": {"type": "text"}}},
+        "include": ([], "there is nothing to include"),
+        "background": (False, "an attempt waits for its replies"),
+        "top_logprobs": (0, "the engine keeps the sampled token's logprob alone"),
+        "truncation": ("disabled", "history is never cut; the attempt ends when the context is full"),
     }
-    input: list[Annotated[MessageItem | CallItem | ResultItem, Field(discriminator="type")]] = Field(min_length=1)
+    input: list[Item] = Field(min_length=1)
     instructions: str = ""
     previous_response_id: str = ""
     tools: list[ResponseTool] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | ChosenFunction = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
     max_output_tokens: int | None = Field(default=None, ge=1)
     stream: bool = False
     stream_options: dict[str, Any] = {}
@@ -107,13 +154,22 @@ class ResponseRequest(Request):
                     messages[-1].tool_calls.append(call)
         return messages
 
+    @property
+    def chosen(self) -> Literal["auto", "none", "required"] | ChosenTool:
+        """`tool_choice` as in a chat-completions request."""
+        if isinstance(self.tool_choice, str):
+            return self.tool_choice
+        return ChosenTool.model_validate({"type": "function", "function": {"name": self.tool_choice.name}})
+
     def chat_request(self, conversation: Sequence[WireMessage]) -> ChatRequest:
         """The request in the other format, over a whole conversation, with the instructions in front."""
         instructions = [WireMessage(role="system", content=self.instructions)] if self.instructions else []
         return ChatRequest(
             messages=[*instructions, *conversation],
             tools=[ToolSpecification(type="function", function=tool) for tool in self.tools],
-            tool_choice=self.tool_choice,
+            tool_choice=self.chosen,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self.text.response_format,
             max_tokens=self.max_output_tokens,
         )
 
@@ -122,6 +178,9 @@ def response(answer: Answer, body: dict[str, Any]) -> Response:
     """A reply as OpenAI's client expects it. It repeats some fields of the request `body`."""
     status = "completed" if answer.turn.finish_reason == "stop" else "incomplete"
     output: list[dict[str, Any]] = []
+    if answer.thoughts is not None:
+        thought = {"type": "reasoning_text", "text": answer.thoughts}
+        output.append({"type": "reasoning", "summary": [], "content": [thought]})
     if answer.content or not answer.calls:
         text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
         output.append({"type": "message", "role": "assistant", "content": [text]})
@@ -142,7 +201,7 @@ def response(answer: Answer, body: dict[str, Any]) -> Response:
             "incomplete_details": None if status == "completed" else {"reason": "max_output_tokens"},
             "instructions": body.get("instructions"),
             "previous_response_id": body.get("previous_response_id"),
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.get("parallel_tool_calls", True),
             "tools": body.get("tools") or [],
             "tool_choice": body.get("tool_choice") or "auto",
             "output": [{"id": f"item_{uuid.uuid4().hex}", "status": status, **item} for item in output],
@@ -150,7 +209,7 @@ def response(answer: Answer, body: dict[str, Any]) -> Response:
                 "input_tokens": answer.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": sampled,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": answer.thought_tokens},
                 "total_tokens": answer.prompt_tokens + sampled,
             },
         }
@@ -168,7 +227,7 @@ def _steps(made: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "response.created", {"response": begun}
     yield "response.in_progress", {"response": begun}
     for index, item in enumerate(made["output"]):
-        empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        empty: dict[str, Any] = {"function_call": {"arguments": ""}}.get(item["type"], {"content": []})
         yield "response.output_item.added", {"output_index": index, "item": {**item, "status": "in_progress", **empty}}
         place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
         if item["type"] == "message":
@@ -178,7 +237,7 @@ def _steps(made: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "response.output_text.delta", {**place, "delta": part["text"], "logprobs": []}
             yield "response.output_text.done", {**place, "text": part["text"], "logprobs": []}
             yield "response.content_part.done", {**place, "part": part}
-        else:
+        elif item["type"] == "function_call":
             yield "response.function_call_arguments.delta", {**place, "delta": item["arguments"]}
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield "response.function_call_arguments.done", {**place, **done}

@@ -30,6 +30,21 @@ _ABOUT_THE_REQUEST = {
 """Accepted and unused: they have no effect on the reply."""
 
 
+_REASONS = {
+    "seed": "the run's own seed decides, and each attempt of a group must differ",
+    "reasoning_effort": "how long the policy thinks is what it learns",
+    "reasoning": "how long the policy thinks is what it learns",
+    "functions": "it was replaced by `tools`",
+    "function_call": "it was replaced by `tool_choice`",
+    "modalities": "the policy writes text only",
+    "audio": "the policy writes text only",
+    "prediction": "the policy's own tokens are what is trained",
+    "web_search_options": "the endpoint searches nothing; offer a tool",
+    "conversation": "the endpoint keeps no conversations; use `previous_response_id`",
+}
+"""Why an option is refused."""
+
+
 class Refused(Exception):
     """A request that is answered with an error in OpenAI's format."""
 
@@ -58,8 +73,8 @@ class Strict(BaseModel):
 class Request(Strict):
     """The part of a request that has an effect."""
 
-    only_at: ClassVar[dict[str, Any]]
-    """Options that are accepted only at the value that has no effect."""
+    only_at: ClassVar[dict[str, tuple[Any, str]]]
+    """Options that are accepted only at the value that has no effect, and why."""
 
 
 def _joined(content: Any) -> Any:
@@ -84,7 +99,7 @@ class Function(Strict):
     description: str = ""
     parameters: dict[str, Any] = {}
     strict: bool = Field(default=False, exclude=True)
-    """Accepted, and not enforced: the policy's tokens are never constrained by a grammar."""
+    """Accepted, and enforced only if `tool_choice` forces a call."""
 
 
 class ToolSpecification(Strict):
@@ -120,6 +135,9 @@ class WireMessage(Strict):
     """Accepted and unused, as by the chat templates."""
     tool_calls: list[Call] = []
     tool_call_id: str = ""
+    reasoning: str = ""
+    """Accepted and unused, as `reasoning_content`: the policy's own thoughts are recorded."""
+    reasoning_content: str = ""
 
 
 class StreamOptions(Strict):
@@ -130,17 +148,69 @@ class StreamOptions(Strict):
     """Accepted and unused: nothing here leaves the machine."""
 
 
+class _ChosenFunction(Strict):
+    name: str
+
+
+class ChosenTool(Strict):
+    """`tool_choice` with a name."""
+
+    type: Literal["function"]
+    function: _ChosenFunction
+
+
+class _Schema(Strict):
+    name: str = ""
+    description: str = ""
+    schema_: Any = Field(default=True, alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(Strict):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: _Schema = _Schema()
+
+    @property
+    def constraint(self) -> str:
+        """vLLM's structured-output parameters, as JSON; empty for text."""
+        if self.type == "text":
+            return ""
+        return json.dumps({"json_object": True} if self.type == "json_object" else {"json": self.json_schema.schema_})
+
+
+def _listed(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) and stop else stop or []
+
+
+StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)]
+"""A string, or several."""
+
+_DISTRIBUTION = "it would change the distribution whose probabilities the loss needs"
+
+
 class ChatRequest(Request):
     """A chat-completions request."""
 
     only_at = {
-        **{"n": 1, "stop": [], "logit_bias": {}, "top_logprobs": 0, "presence_penalty": 0, "frequency_penalty": 0},
-        **{"parallel_tool_calls": True, "response_format": {"type": "text"}},
+        "n": (
+            1,
+            "a request is one turn of one attempt; the number of attempts is rollout.n_samples",
+        ),
+        "logit_bias": ({}, _DISTRIBUTION),
+        "presence_penalty": (0, _DISTRIBUTION),
+        "frequency_penalty": (0, _DISTRIBUTION),
+        "top_logprobs": (0, "the engine keeps the sampled token's logprob alone"),
     }
     messages: list[WireMessage] = Field(min_length=1)
     tools: list[ToolSpecification] = []
-    tool_choice: Literal["auto", "none"] = "auto"
-    """`none` returns calls as text. OpenAI's other values would force the policy's tokens."""
+    tool_choice: Literal["auto", "none", "required"] | ChosenTool = "auto"
+    """`none` returns calls as text; `required` and a name force the policy's tokens."""
+    parallel_tool_calls: bool = True
+    """False ends the reply behind its first call."""
+    stop: StopStrings = []
+    response_format: ResponseFormat = ResponseFormat()
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -159,14 +229,10 @@ def read_request(model: type[_Request], body: Any, sampling: Sampling) -> _Reque
         raise Refused(400, "the body of the request is not a JSON object")
     options = {name: value for name, value in body.items() if value is not None and name not in _ABOUT_THE_REQUEST}
     drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    for name, allowed in {**model.only_at, **drawn}.items():
+    by_run = "the run file's [sampling] decides how tokens are drawn (and evaluation has settings of its own)"
+    for name, (allowed, why) in {**model.only_at, **{name: (value, by_run) for name, value in drawn.items()}}.items():
         if name in options and options.pop(name) != allowed:
-            raise Refused(
-                400,
-                f"`{name}` of this policy is {json.dumps(allowed)}: leave it out, the run file's [sampling] decides "
-                "how tokens are drawn (and evaluation has settings of its own)",
-                param=name,
-            )
+            raise Refused(400, f"`{name}` of this policy is {json.dumps(allowed)}: leave it out, {why}", param=name)
     return read(model, options)
 
 
@@ -177,7 +243,9 @@ def read(model: type[_Model], body: Any) -> _Model:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the body"
-        problem = "not supported here, leave it out" if first["type"] == "extra_forbidden" else first["msg"]
+        problem = first["msg"]
+        if first["type"] == "extra_forbidden":
+            problem = _REASONS.get(place, "the endpoint knows no such option") + "; leave it out"
         raise Refused(400, f"`{place}`: {problem}", param=place) from None
 
 
@@ -186,26 +254,32 @@ class Answer:
     """The policy's reply, before it is written in one of OpenAI's formats."""
 
     content: str
-    """The reply without its tool calls."""
+    """The reply without its thoughts and tool calls."""
+    thoughts: str | None
+    """What the policy thought before it; None if it did not."""
+    thought_tokens: int
+    """Number of tokens of the thoughts."""
     calls: list[Call]
     turn: Turn
     """The recorded turn."""
     prompt_tokens: int
     """Number of tokens before the reply."""
-    token_texts: list[str] | None
-    """Texts of the sampled tokens; None if the request asked for no logprobs."""
+    token_bytes: list[bytes] | None
+    """Bytes of the sampled tokens; None if the request asked for no logprobs."""
 
 
 def chat_completion(answer: Answer, *, model: str) -> ChatCompletion:
     """A reply as OpenAI's client expects it; `model` is that of the request."""
     turn, logprobs = answer.turn, None
-    if answer.token_texts is not None:
+    if answer.token_bytes is not None:
         entries = [
-            {"token": text, "bytes": list(text.encode()), "logprob": logprob, "top_logprobs": []}
-            for text, logprob in zip(answer.token_texts, turn.logprobs, strict=True)
+            {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob, "top_logprobs": []}
+            for data, logprob in zip(answer.token_bytes, turn.logprobs, strict=True)
         ]
         logprobs = {"content": entries, "refusal": None}
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.thoughts is not None:
+        message["reasoning"] = answer.thoughts
     if answer.calls:
         calls = [call.model_dump() for call in answer.calls]
         message |= {"content": answer.content or None, "tool_calls": calls}
@@ -222,6 +296,7 @@ def chat_completion(answer: Answer, *, model: str) -> ChatCompletion:
                 "prompt_tokens": answer.prompt_tokens,
                 "completion_tokens": sampled,
                 "total_tokens": answer.prompt_tokens + sampled,
+                "completion_tokens_details": {"reasoning_tokens": answer.thought_tokens},
             },
         }
     )
@@ -232,7 +307,9 @@ def event_stream(completion: ChatCompletion, *, include_usage: bool) -> Iterator
     [choice] = completion.choices
     fields = choice.to_dict(exclude_unset=True)
     message: Any = fields["message"]
-    steps = [{"delta": {"role": "assistant", "content": message["content"]}, "logprobs": fields["logprobs"]}]
+    thoughts = {name: message[name] for name in ("reasoning",) if name in message}
+    first = {"role": "assistant", **thoughts, "content": message["content"]}
+    steps: list[dict[str, Any]] = [{"delta": first, "logprobs": fields["logprobs"]}]
     for index, call in enumerate(message.get("tool_calls", [])):
         steps.append({"delta": {"tool_calls": [{"index": index, **call}]}})
     steps.append({"delta": {}, "finish_reason": choice.finish_reason})

@@ -9,7 +9,8 @@ after top-k, top-p and min-p, under the weights that sampled it (`Sampling.logpr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -24,6 +25,10 @@ UpdateMode = Literal["keep", "wait", "abort"]
 first, `abort` stops them and continues from the tokens they have."""
 
 
+_ROUNDING = 1e-4
+"""Nats by which a log-probability may be above 0; it is the logarithm of a rounded sum."""
+
+
 class EngineError(UserError):
     """The engine failed to answer a request or to load a policy."""
 
@@ -34,10 +39,11 @@ class EngineUnusable(EngineError):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One reply. The three lists have equal length."""
+    """One reply. The three lists have equal length. Raises `EngineError` for a logprob that no distribution has."""
 
     token_ids: list[int]
     logprobs: list[float]
+    """At most 0 and finite."""
     weight_versions: list[int]
     finish_reason: str
     """`stop` or `length`; anything else is an `EngineError`."""
@@ -45,6 +51,24 @@ class Generation:
     """Seconds that `Engine.hold` delayed it."""
     adapters: dict[int, str] = field(default_factory=dict)
     """Version → digest of the weights that the engine's workers read, for the versions that are adapters."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logprobs", checked_logprobs(self.logprobs))
+
+
+def checked_logprobs(logprobs: Sequence[float]) -> list[float]:
+    """Log-probabilities of sampled tokens, without what rounding puts above 0.
+
+    Raises `EngineError` for one that no distribution has: NaN, above 0, or −∞.
+    """
+    checked = [0.0 if 0 < logprob < _ROUNDING else logprob for logprob in logprobs]
+    for place, logprob in enumerate(checked):
+        if not -math.inf < logprob <= 0:
+            raise EngineError(
+                f"the engine's log-probability of token {place + 1} of {len(checked)} is {logprob}: its weights or its "
+                "sampler are broken"
+            )
+    return checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +87,30 @@ class WeightUpdate:
     """How the weights arrived."""
 
 
+Until = Callable[[list[int]], int]
+"""(the ids sampled so far) → how many of them the reply has, the one that completes a stop string last; 0 to go on."""
+
+
 class Engine(Protocol):
     """An engine that serves one policy version at a time and can change it while requests are running."""
 
     async def start(self, folder: Path, version: int) -> str:
         """Load a policy folder (HF layout) and begin to serve; returns the checksum of the weights."""
 
-    async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        *,
+        sampling: Sampling,
+        request_id: str,
+        until: Until | None = None,
+        constraint: str = "",
+    ) -> Generation:
         """Sample one reply. A change of weights meanwhile shows only in the versions. Raises `EngineError`.
+
+        A reply that `until` ends has the finish reason `stop`. It only cuts: the tokens before are those without it.
+        `constraint` are vLLM's structured-output parameters, as JSON: logprobs are of what they leave. Raises
+        `InvalidInput` if vLLM cannot follow them.
 
         There is no deadline. Cancelling the call, as a timeout around it does, ends the request in the engine.
         """

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infra.weight_broadcast import Broadcast
-from rollouts.engines.engine import EngineError, Generation, WeightUpdate
+from rollouts.engines.engine import EngineError, Generation, Until, WeightUpdate
 from storage.objects.digests import DigestMismatch, verify_folder
 from storage.policies.adapters import has_adapter
 from storage.records import Sampling
@@ -40,11 +40,21 @@ class ScriptedEngine:
     async def start(self, folder: Path, version: int) -> str:
         return (await self.load_policy(folder, version)).checksum
 
-    async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        *,
+        sampling: Sampling,
+        request_id: str,
+        until: Until | None = None,
+        constraint: str = "",
+    ) -> Generation:
         self.running += 1
         self.peak_running = max(self.peak_running, self.running)
         try:
             reply = self._reply(prompt_ids, request_id)
+            if until is not None:
+                reply = reply[: until(reply) or len(reply)]
             token_ids = reply[: sampling.max_tokens]
             versions = []
             started = time.perf_counter()

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import itertools
-import json
 import logging
 import os
 import time
@@ -30,10 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from infra.weight_broadcast import Broadcast
-from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
+from rollouts.engines.engine import EngineError, EngineUnusable, Generation, Until, UpdateMode, WeightUpdate
 from rollouts.engines.vllm_core import CoreStart, in_processes_of_its_own
 from rollouts.engines.vllm_lora import adapter_arguments, check_applied, slot_request
+from rollouts.engines.vllm_requests import end_token_ids, sampling_parameters
 from rollouts.engines.vllm_worker import results
+from settings.errors import InvalidInput
 from storage.objects.digests import read_seal, sha256_of_json
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from storage.records import Sampling
@@ -73,6 +73,7 @@ class VllmEngine:
         lora_rank: int = 0,
         base_folder: Path | None = None,
         ends_process: bool = False,
+        guided_decoding: bool = False,
     ) -> None:
         """With `lora_rank` above 0 the engine serves adapters of at most that rank on the weights in `base_folder`.
 
@@ -86,7 +87,8 @@ class VllmEngine:
         self._arguments = {
             "max_model_len": max_model_len,
             "seed": seed,
-            "skip_tokenizer_init": True,  # requests and replies are token ids; chat_tokens.py handles text
+            # Requests and replies are token ids; only a grammar needs the text of tokens.
+            "skip_tokenizer_init": not guided_decoding,
             "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
             "disable_log_stats": True,
             "worker_extension_cls": "rollouts.engines.vllm_worker.ReloadExtension",
@@ -104,6 +106,8 @@ class VllmEngine:
         self.llm: Any = None
         """vLLM's own engine; None before `start` and after `stop`."""
         self._as_input: Callable[[list[int]], Any]
+        self._refusal: type[Exception]
+        """What vLLM raises for a request that it cannot follow."""
         self._stop_ids: list[int] = []
         self._served: _Weights
         self._checksums: dict[str, str] = {}
@@ -124,12 +128,14 @@ class VllmEngine:
     async def start(self, folder: Path, version: int) -> str:
         from vllm import AsyncEngineArgs
         from vllm.envs import enable_envs_cache
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
         from vllm.v1.engine.async_llm import AsyncLLM
 
         model = self._base_folder or folder
         self._as_input = tokens_input  # imported once: a lookup in vLLM's package takes as long as all else here
-        self._stop_ids = _end_token_ids(model)
+        self._refusal = VLLMClientError
+        self._stop_ids = end_token_ids(model)
         self._served = _weights_in(folder, version)
         arguments = in_processes_of_its_own(self._arguments)
         with self._core.starting():
@@ -144,7 +150,15 @@ class VllmEngine:
         self.llm.output_handler.add_done_callback(lambda _: self._end_with_core())
         return checksum
 
-    async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        *,
+        sampling: Sampling,
+        request_id: str,
+        until: Until | None = None,
+        constraint: str = "",
+    ) -> Generation:
         token_ids: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
@@ -155,15 +169,20 @@ class VllmEngine:
             seed = None if sampling.seed is None else sampling.seed + len(token_ids)
             part = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - len(token_ids), seed=seed)
             name = f"{request_id}.part{part_idx}" if part_idx else request_id
-            completion = await self._sample([*prompt_ids, *token_ids], part, name)
+            parameters = sampling_parameters(part, tuple(self._stop_ids), until is not None, constraint)
+            completion = await self._sample(prompt_ids, token_ids, parameters, name, until)
             token_ids += completion.token_ids
-            # processed logprobs may round to slightly above 0
-            logprobs += [min(0.0, logprob) for logprob in completion.logprobs.logprobs]
+            logprobs += completion.logprobs.logprobs
             for span in completion.weight_versions or ():
                 versions += [int(span.version)] * (span.end - span.start)
+            length = until(token_ids) if until is not None else 0
+            if length:
+                token_ids, logprobs, versions = token_ids[:length], logprobs[:length], versions[:length]
+                break
             if completion.finish_reason != "abort" or self._aborts_begun == aborts_ended:
                 break  # it was not ended by a weight update
-        if completion.finish_reason not in ("stop", "length"):
+        finish_reason = "stop" if length else completion.finish_reason
+        if finish_reason not in ("stop", "length"):
             raise EngineError(f"request {request_id} was ended by the engine: {completion.finish_reason}")
         if len(versions) != len(token_ids):
             raise EngineError(f"the engine stamped {len(versions)} of {len(token_ids)} tokens with a weight version")
@@ -171,7 +190,7 @@ class VllmEngine:
             token_ids=token_ids,
             logprobs=logprobs,
             weight_versions=versions,
-            finish_reason=completion.finish_reason,
+            finish_reason=finish_reason,
             held_seconds=max(0.0, self._held_until - started),
             adapters={version: self._adapters[version] for version in sorted(set(versions) & self._adapters.keys())},
         )
@@ -197,18 +216,24 @@ class VllmEngine:
             self.llm.shutdown(timeout=0)  # killed: there is nothing to save, and an orderly end takes three seconds
             self.llm = None
 
-    async def _sample(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Any:
-        """vLLM's completion of one request, however it ended."""
+    async def _sample(
+        self, prompt_ids: list[int], before: list[int], parameters: Any, request_id: str, until: Until | None
+    ) -> Any:
+        """vLLM's completion of one request, however it ended. `before` are the reply's tokens of earlier parts."""
         self._refuse_if_unusable()
         self._running.add(request_id)
-        final = None
+        final, ended = None, False
         try:
-            parameters = _sampling_parameters(sampling, tuple(self._stop_ids))
-            prompt = self._as_input(prompt_ids)  # in the core's form; vLLM would convert any other in a thread
+            prompt = self._as_input([*prompt_ids, *before])  # in the core's form; vLLM would convert others in a thread
             async for output in self.llm.generate(prompt, parameters, request_id, lora_request=self._slot):
                 final = output
+                if until is not None and not ended and until([*before, *output.outputs[0].token_ids]):
+                    ended = True
+                    await self.llm.abort(request_id)  # its last output has the versions of all tokens
         except Exception as error:
             self._end_with_core()
+            if parameters.structured_outputs is not None and isinstance(error, self._refusal):
+                raise InvalidInput(f"vLLM cannot follow this grammar: {error}") from error
             raise EngineError(f"{type(error).__name__}: {error}") from error
         finally:
             self._running.discard(request_id)
@@ -351,34 +376,3 @@ class VllmEngine:
             calling.cancel()
             raise EngineError("the engine core has ended")
         return calling.result()
-
-
-@functools.lru_cache(maxsize=16)
-def _sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...]) -> Any:
-    """vLLM's sampling parameters. vLLM copies them for each request, so attempts without a seed share one object."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        max_tokens=sampling.max_tokens,
-        seed=sampling.seed,
-        logprobs=0,  # only the sampled token's
-        flat_logprobs=True,  # lists, not a dictionary and an object per token
-        stop_token_ids=list(stop_ids),
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # a deep copy for each request would cost as much as the rest of its admission
-    )
-
-
-def _end_token_ids(folder: Path) -> list[int]:
-    """Token ids that end a reply, from `generation_config.json` of a model folder, else from `config.json`."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if ids is not None:
-            return list(ids) if isinstance(ids, list) else [ids]
-    raise EngineError(f"{folder} names no eos_token_id in generation_config.json or config.json")

@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollouts.engines.engine import EngineError
+from rollouts.engines.engine import EngineError, checked_logprobs
 from rollouts.engines.vllm_worker import ReloadExtension, answering, results
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_file
@@ -78,7 +78,8 @@ async def _logprobs(llm: Any, adapter: Any) -> list[float]:
         final = output
     assert final is not None
     positions = final.prompt_logprobs[1:]  # the first token has no logprob
-    return [float(position[token].logprob) for position, token in zip(positions, _PROMPT[1:], strict=True)]
+    # Checked, because a comparison with NaN would always pass.
+    return checked_logprobs([float(at[token].logprob) for at, token in zip(positions, _PROMPT[1:], strict=True)])
 
 
 class AdapterExtension(ReloadExtension):

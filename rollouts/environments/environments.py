@@ -64,6 +64,8 @@ class EnvironmentWorkflow(Workflow):
 
     max_turns: int = 8
     """Replies per episode; an episode that is not done by then ends with status `max_turns`."""
+    with_thoughts: bool = False
+    """True gives `step` the whole reply, with the policy's thoughts."""
     discount: float = 1.0
     """γ: the factor of a reward for each turn before it."""
 
@@ -92,7 +94,7 @@ class EnvironmentWorkflow(Workflow):
         text = await environment.reset(task)
         rewards: list[float | None] = []
         while True:
-            reply = await chat.ask(text, tools=tools)
+            reply = await chat.ask(text, tools=tools, with_thoughts=self.with_thoughts)
             if chat.max_turns_reached or chat.out_of_room:  # tools or room ran out, so there is no reply for `step`
                 return [*rewards, 0.0]
             observation = await environment.step(reply)

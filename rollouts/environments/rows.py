@@ -82,15 +82,12 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _json_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow as pa
+    from storage.objects.tables import read_unpacked
 
     try:
-        with pa.input_stream(str(file), compression="detect") as stream:
-            data = stream.read()
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
-            raise
-        raise InvalidInput(f"{file}: it cannot be unpacked: {error}") from error
+        data = read_unpacked(file)
+    except ValueError as error:
+        raise InvalidInput(f"{file}: {error}") from error
     mark, encoding = next(((mark, name) for mark, name in _ENCODINGS if data.startswith(mark)), (b"", "utf-8"))
     newline = "\n".encode(encoding)
     for number, line in enumerate(_lines(data[len(mark) :], newline), start=1):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from rollouts.chat.chat import Chat, OutOfRoom
 from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.thoughts import ThoughtParser
 from rollouts.chat.tool_parsing import ToolParser
 from rollouts.chat.tools import ToolUnavailable
 from rollouts.engines.engine import Engine, EngineError
@@ -36,6 +37,7 @@ class Player:
     rewards: RewardPool
     config: RunConfig
     tool_parser: ToolParser | None = None
+    thought_parser: ThoughtParser = dataclasses.field(default_factory=ThoughtParser)
 
     def __post_init__(self) -> None:
         self._unseen_weights = set(self.config.reward.weights)
@@ -140,6 +142,8 @@ class Player:
             max_model_len=self.config.engine.max_model_len,
             request_id=f"{group_id}/{attempt}",
             tool_parser=self.tool_parser,
+            thought_parser=self.thought_parser,
+            follows_grammars=self.config.engine.guided_decoding and self.config.engine.kind == "vllm",
             max_tool_turns=limits.max_tool_turns,
             tool_timeout=limits.tool_timeout,
             tool_output_chars=limits.tool_output_chars,

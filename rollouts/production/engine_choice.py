@@ -122,15 +122,18 @@ def make_engine(
         case "vllm":
             from rollouts.engines.vllm_engine import VllmEngine
 
+            # With vLLM's parser, a grammar begins behind the thoughts.
+            thinks = settings.guided_decoding and settings.reasoning_parser not in ("auto", "none")
             return VllmEngine(
                 max_model_len=settings.max_model_len,
                 seed=seed + version,  # an engine that starts again must not draw the same numbers again
                 update_mode=settings.update_mode,
                 clear_cache_on_reload=settings.clear_cache_on_reload,
-                arguments=settings.vllm,
+                arguments={**({"reasoning_parser": settings.reasoning_parser} if thinks else {}), **settings.vllm},
                 lora_rank=lora_rank,
                 base_folder=model if lora_rank else None,
                 ends_process=True,
+                guided_decoding=settings.guided_decoding,
             )
         case "scripted":
             from rollouts.engines.scripted_engine import ScriptedEngine, random_reply

@@ -24,6 +24,7 @@ from pathlib import Path
 from infra.user_code import load_object
 from infra.weight_broadcast import Broadcast
 from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.thoughts import ThoughtParser
 from rollouts.chat.tool_parsing import ToolParser
 from rollouts.engines.engine import WeightUpdate
 from rollouts.engines.served_policy import ServedPolicy
@@ -138,6 +139,7 @@ class RolloutWorker:
             tokens=tokens,
             rewards=rewards,
             tool_parser=ToolParser(config.engine.tool_parser, tokens.tokenizer),
+            thought_parser=ThoughtParser(config.engine.reasoning_parser, tokens.tokenizer),
             config=config,
         )
         provenance = Provenance(

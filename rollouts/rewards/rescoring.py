@@ -212,8 +212,10 @@ class Rescoring:
     ) -> NewReward:
         reason, error = "no reply", f"attempt {attempt.attempt} of {attempt.group_id} has no reply"
         try:
-            if attempt.reply is not None:
-                score = await pool.score(self._function, attempt.reply, answer)
+            whole = getattr(self._function, "with_thoughts", False)
+            reply = attempt.reply_with_thoughts if whole else attempt.reply
+            if reply is not None:
+                score = await pool.score(self._function, reply, answer)
                 return NewReward(reward=score.reward, parts=score.parts)
         except (RewardTimeout, RewardFailed) as exception:
             reason, error = "timeout" if isinstance(exception, RewardTimeout) else "raised", str(exception)

@@ -62,8 +62,10 @@ def _load_function(order: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _answer(function: Callable[..., Any], arguments: Path, answers: TextIO) -> None:
+    from rollouts.chat.plain_data import plain  # the function's module has imported it, as it has `sandboxed`
+
     try:
-        send(answers, {"value": function(**json.loads(arguments.read_text()))})
+        send(answers, {"value": plain(function(**json.loads(arguments.read_text())))})
     except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again by the caller
         send(answers, {"error": [type(error).__name__, str(error)]})
 

@@ -69,11 +69,21 @@ def why_not_promote(state: RunState, version: int, *, max_gap: float) -> list[st
     newest = {e.split: e for e in state.evaluations if e.version == version}
     problems += [
         f"every attempt of its evaluation on split {split!r} failed: {evaluation.last_error or 'no error was kept'}; "
-        f"evaluate it again with `{command('eval', 'RUN', '--version', version, '--split', split)}`"
+        f"{_evaluate_again(version, split)}"
         for split, evaluation in newest.items()
         if evaluation.failed
     ]
+    problems += [
+        f"{failed} of {evaluation.num_tasks * evaluation.n_samples} attempts of its evaluation on split {split!r} "
+        f"failed in the engine: {evaluation.last_error or 'no error was kept'}; {_evaluate_again(version, split)}"
+        for split, evaluation in newest.items()
+        if (failed := evaluation.failures.get("engine_error", 0)) and not evaluation.failed
+    ]
     return problems
+
+
+def _evaluate_again(version: int, split: str) -> str:
+    return f"evaluate it again with `{command('eval', 'RUN', '--version', version, '--split', split)}`"
 
 
 def pass_gate(log: RunLog, evaluation: Evaluation, *, min_score: float, max_gap: float) -> Alias:

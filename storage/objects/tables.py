@@ -17,6 +17,16 @@ def ipc_bytes(table: pa.Table, *, compression: str) -> bytes:
     return file.getvalue()  # shares its buffer; Arrow's own stream would copy it
 
 
+def read_unpacked(file: Path) -> bytes:
+    """A file's bytes, unpacked if its name ends in .gz, .zst or .bz2. Raises `ValueError` if it is cut off."""
+    with pa.input_stream(str(file), compression="detect") as stream:
+        try:
+            data: bytes = stream.read()
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"it cannot be unpacked: {error}") from error
+    return data
+
+
 def read_parquet_rows(file: Path) -> list[dict[str, Any]]:
     """All rows of a Parquet file."""
     import pyarrow.parquet as pq

@@ -17,14 +17,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from settings.redaction import well_formed_data
 from storage.log.entries import GroupSummary, to_json
 from storage.records import NOT_SAMPLED, TRAINABLE_STATUSES, RolloutGroup, Sampling, Trajectory, Turn
 from storage.shards.schema import (
     ADAPTERS,
+    ANSWERS,
     CALL,
     CHECKED,
     LARGEST,
     MESSAGE,
+    REQUEST,
+    REQUESTS,
     SCHEMA,
     SCHEMA_VERSION,
     TURN,
@@ -93,13 +97,18 @@ def shard_table(
         with ThreadPoolExecutor(max_workers=1) as beside:
             digest = beside.submit(content_sha256, pa.table(tokens))  # hashing does not hold the interpreter
             facts = _fact_columns(rows, sampling=sampling, is_eval=is_eval, worker_id=provenance.producer)
-            adapters = [list(_adapters(row).items()) for row in rows]
+            optional: dict[pa.Field, list[Any]] = {
+                ADAPTERS: [list(_adapters(row).items()) for row in rows],
+                ANSWERS: _answers(rows),
+                REQUESTS: _requests(rows),
+            }
     except _Unwritable as error:
         raise BadShard(f"shard {provenance.shard_id}: {error}") from error
     columns = {**tokens, **facts}
     table = pa.Table.from_arrays([columns[field.name] for field in SCHEMA], schema=SCHEMA)
-    if any(adapters):
-        table = table.append_column(ADAPTERS, pa.array(adapters, ADAPTERS.type))
+    for field, values in optional.items():
+        if any(values):
+            table = table.append_column(field, _array(values, field))
     check(table, name=provenance.shard_id)
     heads, tails = columns["head_version"], columns["tail_version"]
     metadata = {
@@ -167,6 +176,22 @@ def _adapters(row: _Row) -> dict[int, str]:
             if served.setdefault(version, digest) != digest:
                 raise _Unwritable(f"group {row.group.id} was sampled by two adapters, both of policy version {version}")
     return served
+
+
+def _answers(rows: Sequence[_Row]) -> list[list[str | None]]:
+    """For each message of a row the part that follows its thoughts; empty for a row without thoughts."""
+    answers = [[m.answer for m in row.trajectory.messages] if row.sequence_idx == 0 else [] for row in rows]
+    return [each if any(answer is not None for answer in each) else [] for each in answers]
+
+
+def _requests(rows: Sequence[_Row]) -> list[list[dict[str, Any]]]:
+    """For each turn of a row what the agent asked for; empty for a row without stop strings and grammars."""
+    asked = [any(turn.stop or turn.stopped_by or turn.constraint for turn in row.turns) for row in rows]
+    names = [field.name for field in REQUEST]
+    return [
+        [{name: getattr(turn, name) for name in names} for turn in row.turns] if has_any else []
+        for row, has_any in zip(rows, asked, strict=True)
+    ]
 
 
 def _token_columns(rows: Sequence[_Row]) -> dict[str, pa.Array]:
@@ -265,6 +290,8 @@ def _fact_columns(rows: Sequence[_Row], *, sampling: Sampling, is_eval: bool, wo
 def _array(values: Sequence[Any], field: pa.Field) -> pa.Array:
     try:
         array = pa.array(values, type=field.type)
+    except UnicodeEncodeError:  # one bad text must not cost the whole shard
+        return _array(well_formed_data(list(values)), field)
     except pa.ArrowException as error:
         raise _Unwritable(f"{field.name}: {error}") from error
     if isinstance(array, pa.ChunkedArray):  # its text exceeds the 32-bit offsets of one array

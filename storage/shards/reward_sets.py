@@ -60,7 +60,9 @@ class Attempt:
     prompt_id: str
     attempt: int
     reply: str | None
-    """The policy's last message; None if it wrote none."""
+    """The policy's last message, without its thoughts; None if it wrote none."""
+    reply_with_thoughts: str | None
+    """All of that message."""
     recorded: float | None
     """The reward in the shard."""
 
@@ -72,23 +74,30 @@ class NewReward(NamedTuple):
     parts: dict[str, float | None]
 
 
-SCORED_COLUMNS = ("group_id", "prompt_id", "attempt", "sequence_idx", "messages", "reward")
+SCORED_COLUMNS = ("group_id", "prompt_id", "attempt", "sequence_idx", "messages", "answers", "reward")
 """The columns of a shard that `attempts_of` needs."""
 
 
 def attempts_of(table: pa.Table) -> list[Attempt]:
     """The attempts of a shard in row order; a forked attempt once, by its first sequence."""
-    first = table.filter(pc.equal(table["sequence_idx"], 0)).select(SCORED_COLUMNS)
-    return [
-        Attempt(
-            group_id=row["group_id"],
-            prompt_id=row["prompt_id"],
-            attempt=row["attempt"],
-            reply=next((m["content"] for m in reversed(row["messages"]) if m["is_completion"]), None),
-            recorded=row["reward"],
+    first = table.filter(pc.equal(table["sequence_idx"], 0)).select(set(SCORED_COLUMNS) & set(table.column_names))
+    attempts = []
+    for row in first.to_pylist():
+        messages = row["messages"]
+        answers = row.get("answers") or [None] * len(messages)
+        last = next((index for index in reversed(range(len(messages))) if messages[index]["is_completion"]), None)
+        whole = None if last is None else messages[last]["content"]
+        attempts.append(
+            Attempt(
+                group_id=row["group_id"],
+                prompt_id=row["prompt_id"],
+                attempt=row["attempt"],
+                reply=whole if last is None or answers[last] is None else answers[last],
+                reply_with_thoughts=whole,
+                recorded=row["reward"],
+            )
         )
-        for row in first.to_pylist()
-    ]
+    return attempts
 
 
 def check_name(log: RunLog, reward_set: RewardSet) -> None:

@@ -72,6 +72,12 @@ SCHEMA = pa.schema(
 
 ADAPTERS = pa.field("adapters", pa.map_(pa.int32(), pa.string()))
 """An additional column if adapters (LoRA) sampled: policy version → digest of the adapter in the engine."""
+ANSWERS = pa.field("answers", pa.list_(pa.string()))
+"""An additional column if a policy thought: for each of `messages` what rewards get, or null if that is all of it."""
+REQUEST = pa.struct({"stop": pa.list_(TEXT), "stopped_by": TEXT, "constraint": TEXT})
+REQUESTS = pa.field("requests", pa.list_(REQUEST))
+"""An additional column if an agent asked for stop strings or a grammar: what it asked for, for each of `turns`."""
+OPTIONAL = (ADAPTERS, ANSWERS, REQUESTS)
 
 
 def check_schema(schema: pa.Schema, *, name: str) -> None:
@@ -85,7 +91,7 @@ def check_schema(schema: pa.Schema, *, name: str) -> None:
     missing = [field.name for field in SCHEMA if field.name not in schema.names]
     if missing:
         raise BadShard(f"shard {name}: columns {missing} are missing")
-    for field in [*SCHEMA, ADAPTERS] if ADAPTERS.name in schema.names else SCHEMA:
+    for field in [*SCHEMA, *(field for field in OPTIONAL if field.name in schema.names)]:
         if (actual := schema.field(field.name).type) != field.type:
             raise BadShard(f"shard {name}: column {field.name} has type {actual}, schema version 1 has {field.type}")
 

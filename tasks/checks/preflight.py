@@ -24,7 +24,7 @@ import psutil
 from infra.environment import nearest_existing, tracking_uri
 from infra.placement import check_shares, gpus_of, nodes_to_use
 from infra.user_code import load_object
-from rollouts.chat.tool_parsing import check_tool_parser
+from rollouts.chat.tool_parsing import check_parser
 from rollouts.production.engine_choice import check_engine_arguments, local_folder, model_config, num_positions
 from rollouts.workflow import Workflow, place_of
 from settings.errors import InvalidInput, MissingPackage, path_errors
@@ -62,7 +62,8 @@ def check_run(config: RunConfig) -> Workflow:
     check_run_id(config.run)
     loaded = load_workflow(config)
     tasks = load_tasks(loaded, config)
-    check_tool_parser(config.engine.tool_parser)
+    check_parser("tool_parser", config.engine.tool_parser)
+    check_parser("reasoning_parser", config.engine.reasoning_parser)
     if config.model:
         check_model(config.model)
     elif type(loaded).demonstrations is Workflow.demonstrations:

@@ -29,12 +29,14 @@ MOMENT = Sampling(max_tokens=12)
 class Bench:
     """One engine, two policies that take turns, and the version that must be served."""
 
-    def __init__(self, base: Path, scratch: Path, *, adapters: bool = False, **arguments: Any) -> None:
+    def __init__(
+        self, base: Path, scratch: Path, *, adapters: bool = False, guided_decoding: bool = False, **arguments: Any
+    ) -> None:
         """With `adapters` version 0 is a base model and the two policies are adapters of it.
 
         `arguments` for vLLM, beside those that make a tiny model start fast.
         """
-        tokens = ChatTokens.load(base)
+        self.tokens = tokens = ChatTokens.load(base)
         self.base, self.scratch = base, scratch
         self.prompt = tokens.prompt([Message(role="user", content="37+05=")])
         self.policies = [a_policy(base, scratch / f"policy{s}", end_id=tokens.end_id, seed=s) for s in (1, 2)]
@@ -47,6 +49,7 @@ class Bench:
             seed=0,
             update_mode="keep",
             clear_cache_on_reload=True,
+            guided_decoding=guided_decoding,
             arguments={"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, "block_size": 32, **arguments},
             **({"lora_rank": RANK, "base_folder": self.folders[0]} if adapters else {}),
         )
@@ -80,8 +83,12 @@ class Bench:
         assert f"policy {max(self.folders)} " in str(error.value), error.value
         assert f"policy {self.version} serves on" in str(error.value), error.value
 
-    async def generate(self, sampling: Sampling = MOMENT, prompt: list[int] | None = None) -> Generation:
-        return await self.engine.generate(prompt or self.prompt, sampling=sampling, request_id=next(self._names))
+    async def generate(
+        self, sampling: Sampling = MOMENT, prompt: list[int] | None = None, **options: Any
+    ) -> Generation:
+        return await self.engine.generate(
+            prompt or self.prompt, sampling=sampling, request_id=next(self._names), **options
+        )
 
     @contextlib.asynccontextmanager
     async def running(self, number: int = 4, sampling: Sampling = LONG) -> AsyncIterator[list[asyncio.Task[Any]]]:

@@ -24,6 +24,7 @@ import pytest
 
 from infra.weight_broadcast import Broadcast, send
 from rollouts.engines.engine import EngineError, UpdateMode, WeightUpdate
+from settings.errors import InvalidInput
 from storage.log.entries import Policy
 from storage.objects.digests import WEIGHTS_FILE, verify_folder
 from storage.records import Sampling
@@ -45,6 +46,26 @@ async def tokens_carry_version_and_logprob_at_any_temperature(bench: Bench) -> N
         if temperature != 1.0:
             unscaled = logprobs_of(bench.serving, bench.prompt, reply.token_ids)
             assert reply.logprobs != pytest.approx(unscaled, abs=0.1), "the check would notice a missing division"
+
+
+async def until_cuts_a_reply_and_changes_none_of_its_tokens(bench: Bench) -> None:
+    sampling = Sampling(max_tokens=40, seed=7)
+    whole, cut = await asyncio.gather(
+        bench.generate(sampling), bench.generate(sampling, until=lambda ids: 9 if len(ids) >= 9 else 0)
+    )
+    assert (cut.token_ids, cut.finish_reason) == (whole.token_ids[:9], "stop")
+    bench.assert_spanning(cut, 0)
+
+
+async def a_grammar_restricts_the_tokens_and_the_logprobs_are_those_of_what_is_left(bench: Bench) -> None:
+    digits = [bench.tokens.tokenizer.convert_tokens_to_ids(digit) for digit in "012"]
+    reply = await bench.generate(Sampling(max_tokens=8), constraint='{"regex": "[012]{20}"}')
+    assert set(reply.token_ids) <= set(digits) and len(reply.token_ids) == 8
+    expected = logprobs_of(bench.serving, bench.prompt, reply.token_ids, among=digits)
+    assert reply.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    assert reply.logprobs != pytest.approx(logprobs_of(bench.serving, bench.prompt, reply.token_ids), abs=0.1)
+    with pytest.raises(InvalidInput, match="vLLM cannot follow this grammar"):
+        await bench.generate(constraint='{"regex": "["}')
 
 
 async def running_requests_span_the_swap(
@@ -276,10 +297,12 @@ async def a_dead_engine_fails_everything_at_once(bench: Bench) -> None:
 
 
 async def check(base: Path, scratch: Path) -> None:
-    bench = Bench(base, scratch)
+    bench = Bench(base, scratch, guided_decoding=True)
     first = await bench.start()
     try:
         await tokens_carry_version_and_logprob_at_any_temperature(bench)
+        await until_cuts_a_reply_and_changes_none_of_its_tokens(bench)
+        await a_grammar_restricts_the_tokens_and_the_logprobs_are_those_of_what_is_left(bench)
         for mode, clear in itertools.product(("keep", "wait", "abort"), (True, False)):
             await running_requests_span_the_swap(bench, mode, clear)
         for mode in ("keep", "wait", "abort"):

@@ -110,9 +110,21 @@ def _model(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def logprobs_of(folder: Path, prompt: Sequence[int], reply: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-    """log-softmax(logits / temperature) of the reply's tokens under one policy."""
+def logprobs_of(
+    folder: Path,
+    prompt: Sequence[int],
+    reply: Sequence[int],
+    *,
+    temperature: float = 1.0,
+    among: Sequence[int] | None = None,
+) -> list[float]:
+    """log-softmax(logits / temperature) of the reply's tokens under one policy, over the tokens `among` alone if it is
+    given."""
     logits_TV = _model(folder)(torch.tensor([[*prompt, *reply]])).logits[0]
+    if among is not None:
+        left = torch.zeros(logits_TV.shape[-1], dtype=torch.bool)
+        left[list(among)] = True
+        logits_TV = logits_TV.masked_fill(~left, -torch.inf)
     return _picked(logits_TV[len(prompt) - 1 : -1], reply, temperature)
 
 

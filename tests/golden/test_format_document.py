@@ -11,12 +11,13 @@ import pytest
 
 from storage.shards.failed_attempts import SCHEMA as FAILURES
 from storage.shards.reward_sets import SCHEMA as REWARDS
-from storage.shards.schema import ADAPTERS, CALL, MESSAGE, SCHEMA, TURN, content_sha256
+from storage.shards.schema import CALL, MESSAGE, OPTIONAL, REQUEST, SCHEMA, TURN, content_sha256
 from tests.shard_files import decode_shard
 
 FOLDER = Path(__file__).parent
 DOCUMENT = (FOLDER.parents[1] / "docs" / "shard_format.md").read_text()
 STRUCTS = {"Turn": TURN, "ToolCall": CALL, "Message": MESSAGE, "Sampling": SCHEMA.field("sampling").type}
+STRUCTS["Request"] = REQUEST
 
 
 def _spelled(kind: pa.DataType) -> str:
@@ -47,7 +48,7 @@ def _table_after(heading: str) -> list[tuple[str, str]]:
     ("heading", "fields"),
     [
         ("## Columns", list(SCHEMA)),
-        ("| Optional column |", [ADAPTERS]),
+        ("| Optional column |", list(OPTIONAL)),
         ("| Failure column |", list(FAILURES)),
         ("| Reward column |", list(REWARDS)),
         *((f"`{name}`, a struct", list(kind)) for name, kind in STRUCTS.items()),

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from settings.errors import InvalidInput
 from storage.log.entries import ClaimedGroup
-from storage.shards.schema import flat, row_offsets
+from storage.shards.schema import REQUESTS, flat, row_offsets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class Samples:
     attempt_numbers_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # in its group, for people
     shards_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # which of `shard_ids` a row is from
     shard_ids: list[str] = field(default_factory=list)  # what `shards_B` counts
+    constrained_B: np.ndarray | None = None  # true where a grammar restricted some tokens, and so their logprobs
     turn_metrics: dict[str, float] = field(default_factory=dict)  # of turns and tools, for people
     by_attempt: bool = True  # what a sequence of `train.aggregation` is: an attempt, or in older steps a row
 
@@ -105,7 +106,17 @@ def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table
         attempt_numbers_B=attempt_B,
         shards_B=shard_B,
         shard_ids=list(ranks),
+        constrained_B=np.concatenate(
+            [_constrained(tables[shard])[rows] for shard, rows in zip(ranks, rows_S, strict=True)]
+        )[order],
     )
+
+
+def _constrained(table: pa.Table) -> np.ndarray:
+    """Whether a grammar restricted a turn of each row."""
+    if REQUESTS.name not in table.column_names:
+        return np.zeros(len(table), bool)
+    return np.array([any(asked["constraint"] for asked in row) for row in table[REQUESTS.name].to_pylist()], bool)
 
 
 def _parts(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], order: np.ndarray) -> dict[str, np.ndarray]:

@@ -37,6 +37,8 @@ class FakeVllm:
         self.faults: dict[str, list[str]] = {}
         """Method → what goes wrong in its next calls: `before`, `after` or `` for nothing."""
         self.output_handler = asyncio.get_running_loop().create_future()
+        self.refuses: Exception | None = None
+        """What a new request raises."""
         self._drained = asyncio.Event()
         self.engine_core = self
 
@@ -44,11 +46,17 @@ class FakeVllm:
         self, prompt: dict[str, list[int]], parameters: Any, request_id: str, *, lora_request: Any = None
     ) -> AsyncIterator[Any]:
         assert lora_request is None, "whole weights are served here"
+        if self.refuses is not None:
+            raise self.refuses
         request = FakeRequest(prompt=prompt["prompt_token_ids"], parameters=parameters, outputs=asyncio.Queue())
         self.requests[request_id] = request
         self.parts.append(request)
         try:
-            yield await request.outputs.get()
+            while True:
+                output = await request.outputs.get()
+                yield output
+                if output.outputs[0].finish_reason:
+                    return
         finally:
             self.requests.pop(request_id, None)
 
@@ -61,6 +69,10 @@ class FakeVllm:
             request.tokens.append((100 + len(request.prompt) + len(request.tokens), -self.weights, self.version))
             if len(request.tokens) == request.parameters.max_tokens:
                 self._finish(request, "length")
+            elif request.parameters.output_kind == 0:  # CUMULATIVE
+                tokens = [token for token, _, _ in request.tokens]
+                output = SimpleNamespace(token_ids=tokens, finish_reason=None, weight_versions=None)
+                request.outputs.put_nowait(SimpleNamespace(outputs=[output]))
 
     async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         async def pause() -> None:
@@ -105,8 +117,8 @@ class FakeVllm:
 
         await self._call("resume_generation", resume)
 
-    async def abort(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
+    async def abort(self, request_ids: list[str] | str) -> None:
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if request_id in self.requests:
                 self._finish(self.requests[request_id], "abort")
 

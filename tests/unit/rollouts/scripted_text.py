@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -56,6 +57,12 @@ class Brackets:
             self.count += 1
             calls.append(CallRequest(id=f"call_{self.count}", name=name, arguments=arguments))
         return ParsedReply(content=text.partition("[")[0] if calls else text, tool_calls=calls)
+
+    async def end_of_call(self, tools: Any) -> Any:
+        return "]", lambda text: re.search(r"\[\w+ \{.*?\}\]", text) is not None
+
+    async def grammar(self, tools: Any, choice: str, *, one_call: bool) -> str:
+        return json.dumps({"regex": f"[{choice or 'any'} of {len(tools)}]{'' if one_call else '+'}"})
 
 
 def an_engine(tokens: ChatTokens, *replies: str, engine: type[ScriptedEngine] = ScriptedEngine) -> Any:

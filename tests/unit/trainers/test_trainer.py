@@ -237,6 +237,17 @@ def test_masked_tokens_leave_no_gradient_and_do_not_make_the_others_louder(tiny_
     )
 
 
+def test_rows_that_a_grammar_restricted_are_trained_and_are_no_gap(tiny_folder: Path, rows: list[Row]) -> None:
+    policy = policy_of(tiny_folder)
+    rows = [dataclasses.replace(row, logprobs=fixed_logprobs(policy, row).tolist()) for row in rows]
+    rows[0] = dataclasses.replace(rows[0], logprobs=[0.0] * len(rows[0].reply))  # forced: probability 1
+    samples = samples_of(rows)
+    constrained = dataclasses.replace(samples, constrained_B=np.arange(len(rows)) == 0)
+    trainers, [plain, excused] = zip(*(_after_steps(tiny_folder, each) for each in (samples, constrained)), strict=True)
+    assert excused[0]["engine_gap"] < 1e-5 < plain[0]["engine_gap"]
+    assert excused[0]["loss"] == plain[0]["loss"]
+
+
 @pytest.mark.parametrize("stale_policy", ["strict", "correct"])
 def test_what_is_off_policy_is_measured_before_the_first_update(
     tiny_folder: Path, rows: list[Row], stale_policy: str

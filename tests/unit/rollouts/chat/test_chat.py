@@ -6,6 +6,7 @@ Ids here: 0 pad, 1 end, 2 user, 3 assistant, 4 `+`, 5 … 14 the digits 0 … 9,
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Awaitable, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ class PlusParser:
     async def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
         content, *numbers = text.split("+")
         if numbers == [""]:
-            return ParsedReply(content=text, tool_calls=[], malformed_call="+")
+            return ParsedReply(content=text, tool_calls=[], malformed_calls=[(0, "+")])
         calls = [
             CallRequest(id=f"call-{index}", name="double", arguments=f'{{"number": {number}}}')
             for index, number in enumerate(numbers)
@@ -110,6 +111,22 @@ def test_three_turns_token_by_token(tokens: ChatTokens):
         assert turn.logprobs == [-math.log(8)] * len(turn.sampled_ids)
         assert turn.finish_reason == "stop" and turn.generate_seconds > 0
     assert not chat.cut_off
+
+
+def test_a_call_that_cannot_be_read_keeps_its_place_among_those_that_are_executed(tokens: ChatTokens):
+    class Some(PlusParser):
+        async def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
+            reply = await super().parse(text, tools)
+            return dataclasses.replace(
+                reply, malformed_calls=[(0, "x"), (1, "y"), (1, "z")] if reply.tool_calls else []
+            )
+
+    chat = _chat(tokens, [4, 6, 4, 7, 1], [8, 1], tool_parser=Some())
+    assert _run(chat.ask("3", tools=[_doubler()])) == ["3"]
+    results = [call.result for call in chat.turns[0].tool_calls]
+    broken = "error: this is no tool call that can be read; check its format"
+    assert results == [broken, "2", broken, broken, "4"] == [m.content for m in chat.recorded if m.role == "tool"]
+    assert [call.arguments for call in chat.turns[0].tool_calls if not call.name] == ["x", "y", "z"]
 
 
 def test_a_cut_off_reply_is_closed_by_the_next_context(tokens: ChatTokens):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import enum
+import functools
 import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 from pydantic import BaseModel, Field
 
@@ -127,6 +132,30 @@ def test_types_and_names_of_every_kind_have_a_schema_and_are_checked_and_convert
     assert call.result == "a 1 True"
 
 
+def test_a_partial_is_its_function_without_what_it_gives_and_an_object_is_its_call():
+    def find(index: object, key: str, limit: int = 3) -> str:
+        """Find something.
+
+        Args:
+            key: what to look for
+        """
+        return f"{index} {key} {limit}"
+
+    class Finder:
+        """Find something else."""
+
+        async def __call__(self, key: str) -> str:
+            return f"else {key}"
+
+    first, second = tool(functools.partial(find, "index", limit=5)), tool(functools.partial(find, index="index"))
+    parameters = first.schema["function"]["parameters"]
+    assert parameters["properties"] == {"key": {"type": "string", "description": "what to look for"}}
+    assert list(second.schema["function"]["parameters"]["properties"]) == ["key", "limit"]
+    for each, result in ((first, "index a 5"), (second, "index a 3"), (tool(Finder()), "else a")):
+        assert [call.result for call in _calls((each.name, '{"key": "a"}'), tools=[each])] == [result]
+    assert [first.name, tool(Finder()).name] == ["find", "Finder"]
+
+
 def test_methods_of_an_object_are_tools_of_that_object():
     small, large = SmallBoard(2), SmallBoard(9)
     assert [each.name for each in tools_of(small)] == ["move", "look", "give_up"]
@@ -196,7 +225,7 @@ def test_what_a_tool_raises_is_told_to_the_policy_even_an_exit():
         "error: ZeroDivisionError: division by zero",
         "error: SystemExit: 3",
         "error: SystemExit: 3",
-        "error: ValueError: Circular reference detected",
+        "error: ValueError: Circular reference detected (id repeated)",
         "error: RuntimeError: coroutine raised StopIteration",
     ]
 
@@ -205,8 +234,32 @@ def test_a_result_is_text_or_json_and_a_long_one_is_cut_and_says_so():
     def result(returned: Any, **limits: Any) -> str:
         return _calls(("act", "{}"), tools=[_no_parameters(lambda: returned)], **limits)[0].result
 
-    for returned, text in [("é", "é"), (3, "3"), (None, "null"), ({"a": [1.5]}, '{"a": [1.5]}'), (Path("x"), '"x"')]:
+    class Colour(enum.Enum):
+        RED = "red"
+
+    class Size(enum.StrEnum):
+        BIG = "big"
+
+    class Shirt(BaseModel):
+        colour: Colour
+        price: Decimal
+
+    shirt = Shirt(colour=Colour.RED, price=Decimal("1.50"))
+    for returned, text in [
+        *(("é", "é"), (3, "3"), (None, "null"), ({"a": [1.5]}, '{"a": [1.5]}'), (Path("x"), '"x"')),
+        *((Colour.RED, '"red"'), (Size.BIG, "big"), ({Colour.RED: [Size.BIG]}, '{"red": ["big"]}')),
+        *((shirt, '{"colour": "red", "price": "1.50"}'), ([shirt], '[{"colour": "red", "price": "1.50"}]')),
+        *((np.float32(1.5), "1.5"), (np.int64(3), "3"), (np.bool_(True), "true"), (np.str_("a"), "a")),
+        *(({np.int64(1): np.array([[1, 2]])}, '{"1": [[1, 2]]}'), (date(2026, 1, 2), '"2026-01-02"')),
+        *(
+            (Place(city="Rome"), '{"city": "Rome", "zip": 0}'),
+            ((1, {2}), "[1, [2]]"),
+            (b"ab", '"ab"'),
+            (b"\xff", '"_w=="'),
+        ),
+    ]:
         assert result(returned) == text
+    assert [result("\udcff.txt"), result(["\ud83d"])] == ["\ufffd.txt", '["\ufffd"]']
     assert result("x" * 100, output_chars=100) == "x" * 100
     assert result("x" * 100, output_chars=20) == "x" * 20 + " … [cut: 20 of 100 characters]"
 

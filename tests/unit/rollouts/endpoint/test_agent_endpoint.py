@@ -98,19 +98,98 @@ async def test_a_tool_call_comes_back_and_its_branch_goes_on(text_tokens: ChatTo
     assert executed.seconds > 0 and not agent.chat.turns[1].tool_calls
 
 
+TWO = 'Both: [add {"a": 2}][add {"b": 3}]'
+ORDERS: dict[str, Callable[[Any, Any, Any], list[Any]]] = {
+    "in order": lambda message, first, second: [message, first, second],
+    "the other way round": lambda message, first, second: [message, second, first],
+    "each call with its result": lambda message, first, second: [
+        *({**message, "tool_calls": message["tool_calls"][:1]}, first),
+        *({**message, "tool_calls": message["tool_calls"][1:]}, second),
+    ],
+    "calls in the other order": lambda message, first, second: [
+        *({**message, "tool_calls": message["tool_calls"][::-1]}, second, first)
+    ],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+async def test_results_go_to_their_calls_in_whatever_order_they_come(
+    text_tokens: ChatTokens, order: Callable[[Any, Any, Any], list[Any]]
+):
+    async with served(text_tokens, TWO, "ok") as agent:
+        history, message = await _call_add(agent)
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": f"{name} result"}
+            for call, name in zip(message.tool_calls, ("first", "second"), strict=True)
+        ]
+        history += order(_plain(message), *results)
+        await agent.client.chat.completions.create(model="any", messages=history, tools=[ADD])
+    assert agent.sequences == [0, 0]
+    assert [message.content for message in agent.chat.recorded if message.role == "tool"] == [
+        "first result",
+        "second result",
+    ]
+    assert [call.result for call in agent.chat.turns[0].tool_calls] == ["first result", "second result"]
+
+
+async def test_a_history_with_other_calls_or_results_is_refused_with_the_true_reason(text_tokens: ChatTokens):
+    async with served(text_tokens, TWO) as agent:
+        history, message = await _call_add(agent)
+        plain, (first, second) = _plain(message), (call.id for call in message.tool_calls)
+        result: Any = {"role": "tool", "content": "5"}
+        one = {**plain, "tool_calls": plain["tool_calls"][:1]}
+        stranger = {**plain, "tool_calls": [{**plain["tool_calls"][0], "id": "other"}]}
+        cases: list[tuple[list[Any], str]] = [
+            (
+                [one, {**result, "tool_call_id": first}],
+                f"reply with {first}, {second} is not in .*its 2 calls",
+            ),
+            ([plain, *[{**result, "tool_call_id": first}] * 2], f"tool call '{first}' has two results"),
+            ([plain, {**result, "tool_call_id": "x"}], "the tool call 'x' is not of the message before its result"),
+            ([stranger], "did not make the tool call 'other' in this session"),
+        ]
+        for changed, reason in cases:
+            with pytest.raises(openai.BadRequestError, match=reason):
+                await agent.client.chat.completions.create(model="any", messages=[*history, *changed])
+        assert len(agent.chat.turns) == 1
+
+
 async def test_words_beside_a_call_that_were_edited_start_a_branch_and_other_calls_are_refused(text_tokens: ChatTokens):
     async with served(text_tokens, 'Well. [add {"a": 2, "b": 3}]', "5") as agent:
         history, message = await _call_add(agent)
         forged = _plain(message)
         forged["tool_calls"][0]["function"]["arguments"] = '{"a": 9}'
         create = agent.client.chat.completions.create
-        with pytest.raises(openai.BadRequestError, match="did not make in this session"):
+        with pytest.raises(openai.BadRequestError, match=r"with call_1 is not in the history as .* became"):
             await create(model="any", messages=[*history, forged])
         assert len(agent.chat.turns) == 1
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5"}
         await create(model="any", messages=[*history, _plain(message, content="Hm. "), result], tools=[ADD])
     assert agent.sequences == [0, 1]
     assert 'Hm. [add {"a": 2, "b": 3}]' in text_tokens.tokenizer.decode(agent.chat.turns[1].context_ids)
+
+
+@pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
+async def test_thoughts_stand_beside_the_answer_call_nothing_and_need_not_be_sent_back(
+    text_tokens: ChatTokens, sent: Callable[[Any], Any]
+):
+    first, second = '<think>[add {"a": 9}]?</think>\nWell. [add {"a": 2, "b": 3}]', "<think>5</think>Five"
+    async with served(text_tokens, first, second, "ok") as agent:
+        history, message = await _call_add(agent)
+        [call] = message.tool_calls
+        assert (message.reasoning, message.content) == ('[add {"a": 9}]?', "Well. ")
+        assert json.loads(call.function.arguments) == {"a": 2, "b": 3}
+        history += [sent(message), {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+        create = agent.client.chat.completions.create
+        stream: Any = await create(model="any", messages=history, tools=[ADD], stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+        assert (deltas[0].reasoning, deltas[0].content) == ("5", "Five")
+        history += [{"role": "assistant", "content": "Five"}, {"role": "user", "content": "Thanks."}]
+        completion: Any = await create(model="any", messages=history, tools=[ADD])
+    assert not hasattr(completion.choices[0].message, "reasoning")
+    assert agent.sequences == [0, 0, 0]
+    spoken = [(message.content, message.answer) for message in agent.chat.recorded if message.is_completion]
+    assert spoken == [(first, 'Well. [add {"a": 2, "b": 3}]'), (second, "Five"), ("ok", None)]
 
 
 async def test_tool_choice_none_gives_calls_as_text_and_keeps_the_tools_in_the_prompt(text_tokens: ChatTokens):
@@ -153,8 +232,8 @@ async def test_a_plain_stream_has_no_usage_and_carries_logprobs(text_tokens: Cha
 
 
 REFUSED: list[dict[str, Any]] = [
-    *({"temperature": 0.2}, {"top_p": 0.9}, {"n": 2}, {"stop": ["\n"]}, {"seed": 7}, {"logit_bias": {"5": -100}}),
-    *({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"top_logprobs": 3}, {"parallel_tool_calls": False}),
+    *({"temperature": 0.2}, {"top_p": 0.9}, {"n": 2}, {"stop": [""]}, {"seed": 7}, {"logit_bias": {"5": -100}}),
+    *({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"top_logprobs": 3}),
     *({"response_format": {"type": "json_object"}}, {"tool_choice": "required"}, {"reasoning_effort": "high"}),
     *({"max_tokens": 0}, {"extra_body": {"top_k": 5}}, {"extra_body": {"guided_regex": "a*"}}),
     {"tools": [{"type": "custom", "custom": {"name": "shell"}}]},
@@ -174,6 +253,111 @@ async def test_what_would_change_the_distribution_is_refused_by_name_and_the_run
             assert str(caught.value.param).startswith(name) and f"`{name}" in str(caught.value), name
         assert not agent.chat.turns
         assert (await agent.ask("1", **options)).choices[0].message.content == "one"
+
+
+async def test_a_refusal_names_the_true_reason(text_tokens: ChatTokens):
+    reasons = {
+        "n": "the number of attempts is rollout.n_samples",
+        "seed": "each attempt of a group must differ",
+        "logit_bias": "the probabilities|whose probabilities the loss needs",
+        "top_logprobs": "the sampled token's logprob alone",
+        "temperature": r"the run file's \[sampling\]",
+        "reasoning_effort": "is what it learns",
+        "response_format": "engine.guided_decoding = true",
+        "tool_choice": "engine.guided_decoding = true",
+    }
+    async with served(text_tokens) as agent:
+        for option in REFUSED:
+            if (name := next(iter(option))) in reasons:
+                with pytest.raises(openai.BadRequestError, match=reasons[name]):
+                    await agent.ask("1", **option)
+
+
+async def test_a_reply_ends_at_a_stop_string_which_the_agent_does_not_see_and_the_record_does(text_tokens: ChatTokens):
+    async with served(text_tokens, "Thought. Observation: 5", "no stop", "12</code>34", "ok", max_tokens=40) as agent:
+        first: Any = await agent.ask("1", stop=["Observation:", "</code>"], logprobs=True)
+        [choice] = first.choices
+        assert (choice.message.content, choice.finish_reason) == ("Thought. ", "stop")
+        assert len(choice.logprobs.content) == first.usage.completion_tokens == len("Thought. Observation:")
+        await agent.ask("1", "Thought. ", "2", stop="</code>")
+        last: Any = await agent.ask("1", "Thought. ", "2", "no stop", "3", stop="</code>")
+        assert last.choices[0].message.content == "12"
+        await agent.ask("1", "Thought. ", "2", "no stop", "3", "12", "4")
+    assert agent.sequences == [0] * 4
+    decode = text_tokens.tokenizer.decode
+    assert [decode(turn.sampled_ids) for turn in agent.chat.turns][::2] == ["Thought. Observation:", "12</code>"]
+    assert agent.chat.turns[1].context_ids[0] == text_tokens.end_id, "which the policy did not sample"
+    assert agent.chat.turns[2].context_ids[0] != text_tokens.end_id, "which it did"
+    asked = [(turn.stop, turn.stopped_by) for turn in agent.chat.turns]
+    assert asked == [
+        (["Observation:", "</code>"], "Observation:"),
+        *((["</code>"], ""), (["</code>"], "</code>"), ([], "")),
+    ]
+
+
+async def test_without_parallel_calls_a_reply_ends_behind_its_first_call(text_tokens: ChatTokens):
+    async with served(text_tokens, f"{TWO} and more", "ok", TWO) as agent:
+        options: Any = {"tools": [ADD], "parallel_tool_calls": False}
+        [choice] = (await agent.ask("1", **options)).choices
+        [call] = choice.message.tool_calls
+        assert (choice.finish_reason, call.function.arguments) == ("tool_calls", '{"a": 2}')
+        result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+        history: Any = [{"role": "user", "content": "1"}, _plain(choice.message), result]
+        await agent.client.chat.completions.create(model="any", messages=history, **options)
+        [choice] = (await agent.ask("2", tools=[ADD], parallel_tool_calls=False, tool_choice="none")).choices
+        assert choice.message.content == TWO
+    assert agent.sequences == [0, 0, 1]
+    assert text_tokens.tokenizer.decode(agent.chat.turns[0].sampled_ids) == 'Both: [add {"a": 2}]'
+
+
+async def test_a_draft_call_in_thoughts_ends_no_reply(text_tokens: ChatTokens):
+    for reply, template in (
+        ('<think>[add {}]?</think>[add {"a": 2}] more', None),
+        ('[add {}]?</think>[add {"a": 2}] more', "<think>"),
+    ):
+
+        class Opens(ChatTokens):
+            def prompt(self, messages: Any, **keywords: Any) -> list[int]:
+                return [*super().prompt(messages, **keywords), *self.tokenizer(template or "")["input_ids"]]  # noqa: B023
+
+        async with served(Opens(text_tokens.tokenizer), reply) as agent:
+            [choice] = (await agent.ask("1", tools=[ADD], parallel_tool_calls=False)).choices
+        [call] = choice.message.tool_calls
+        assert (choice.message.reasoning, call.function.arguments) == ("[add {}]?", '{"a": 2}')
+        assert text_tokens.tokenizer.decode(agent.chat.turns[0].sampled_ids) == reply.removesuffix(" more")
+
+
+async def test_what_forces_tokens_goes_to_an_engine_that_follows_grammars_and_is_recorded(text_tokens: ChatTokens):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    json_schema = {"name": "x", "schema": schema, "strict": True}
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({"response_format": {"type": "json_schema", "json_schema": json_schema}}, {"json": schema}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "text"}}, None),
+        ({"tools": [ADD], "tool_choice": "required"}, {"regex": "[any of 1]+"}),
+        ({"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}, {"regex": "[any of 1]"}),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}, {"regex": "[add of 1]+"}),
+    ]
+    call = '[add {"a": 2}]'
+    async with served(text_tokens, *[call] * (len(cases) + 2), follows_grammars=True) as agent:
+        for number, (options, constraint) in enumerate(cases):
+            [choice] = (await agent.ask(str(number), **options)).choices
+            assert (choice.finish_reason == "tool_calls") == ("tools" in options)
+            recorded = agent.chat.turns[-1].constraint
+            assert (json.loads(recorded) if recorded else None) == constraint
+        for options, problem in (
+            ({"tool_choice": "required"}, "there are no tools"),
+            ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "no tool .*'sub'"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=problem):
+                await agent.ask("1", **options)
+        text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+        await agent.client.responses.create(model="any", input="1", text=text)
+        assert json.loads(agent.chat.turns[-1].constraint) == {"json": schema}
+        tool: Any = {"type": "function", **ADD["function"]}
+        named: Any = {"type": "function", "name": "add"}
+        await agent.client.responses.create(model="any", input="1", tools=[tool], tool_choice=named)
+        assert json.loads(agent.chat.turns[-1].constraint) == {"regex": "[add of 1]+"}
 
 
 async def test_a_limit_may_shorten_a_reply_and_not_lengthen_it(text_tokens: ChatTokens):
@@ -201,6 +385,22 @@ async def test_messages_the_policy_cannot_read_are_refused(text_tokens: ChatToke
         for messages, complaint in cases:
             with pytest.raises(openai.BadRequestError, match=complaint):
                 await agent.client.chat.completions.create(model="any", messages=messages)
+
+
+async def test_half_a_surrogate_pair_is_replaced_wherever_a_request_has_it(text_tokens: ChatTokens):
+    async with served(text_tokens, "ok", "ok") as agent:
+        headers = {"Authorization": f"Bearer {agent.session.key}", "Content-Type": "application/json"}
+        tools = [{**ADD, "function": {**ADD["function"], "description": "Add \ud83d."}}]
+        content = json.dumps({"messages": [{"role": "user", "content": "a\ud83db"}], "tools": tools})
+        async with httpx.AsyncClient() as http:
+            for path, body in (("chat/completions", content), ("responses", '{"input": "a\\ud83d"}')):
+                url = f"{agent.endpoint.base_url}/{path}"
+                response = await http.post(url, content=body, headers=headers)
+                assert response.status_code == 200, response.text
+            reward = '{"reward": 1, "parts": {"\\ud83d": 1}}'
+            await http.post(f"{agent.endpoint.base_url}/sessions/reward", content=reward, headers=headers)
+    assert [m.content for m in agent.chat.recorded if m.role == "user"] == ["a\ufffdb", "a\ufffd"]
+    assert agent.session.reward == Score(reward=1, parts={"\ufffd": 1})
 
 
 async def test_a_key_is_worth_something_only_while_its_attempt_runs_and_at_the_paths_there_are(text_tokens: ChatTokens):

@@ -26,8 +26,8 @@ async def test_a_request_is_a_turn_and_its_reply_is_openais(text_tokens: ChatTok
     assert (made.usage.input_tokens, made.usage.output_tokens) == (len(turn.context_ids), len(turn.sampled_ids))
 
 
-@pytest.mark.parametrize("server_keeps_history", [True, False])
-async def test_a_tool_call_comes_back_and_its_branch_goes_on(text_tokens: ChatTokens, server_keeps_history: bool):
+@pytest.mark.parametrize("sent", ["results only", "whole history", "each call with its result", "results reversed"])
+async def test_a_tool_call_comes_back_and_its_branch_goes_on(text_tokens: ChatTokens, sent: str):
     written = 'Well. [add {"a": 2, "b": 3}][add {"a": 4, "b": 5}]'
     async with served(text_tokens, written, "5 and 9") as agent:
         history: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Add them."}]}]
@@ -39,9 +39,13 @@ async def test_a_tool_call_comes_back_and_its_branch_goes_on(text_tokens: ChatTo
             {"type": "function_call_output", "call_id": call.call_id, "output": str(5 + 4 * number)}
             for number, call in enumerate(calls)
         ]
-        later = {"input": results, "previous_response_id": made.id}
-        if not server_keeps_history:
-            later = {"input": [*history, *made.output, *results]}
+        pairs = [item for pair in zip(calls, results, strict=True) for item in pair]
+        later: Any = {
+            "results only": {"input": results, "previous_response_id": made.id},
+            "whole history": {"input": [*history, *made.output, *results]},
+            "each call with its result": {"input": [*history, message, *pairs]},
+            "results reversed": {"input": [*history, *made.output, *reversed(results)]},
+        }[sent]
         made = await agent.client.responses.create(model="any", tools=[TOOL], **later)
         assert made.output_text == "5 and 9"
     assert agent.sequences == [0, 0]
@@ -78,7 +82,6 @@ REFUSED: list[dict[str, Any]] = [
     *({"temperature": 0.2}, {"reasoning": {"effort": "high"}}, {"text": {"format": {"type": "json_object"}}}),
     *({"truncation": "auto"}, {"conversation": "conv_1"}, {"tools": [{"type": "web_search"}]}, {"input": []}),
     *({"tool_choice": "required"}, {"previous_response_id": "resp_unknown"}),
-    {"input": [{"type": "reasoning", "id": "r", "summary": []}]},
     {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
 ]
 
@@ -90,3 +93,18 @@ async def test_what_the_policy_cannot_honour_is_refused_by_name(text_tokens: Cha
                 await agent.client.responses.create(model="any", **{"input": "1", **option})
             assert str(caught.value.param).startswith(*option), option
     assert not agent.chat.turns
+
+
+async def test_thoughts_are_an_item_of_their_own_and_come_back_as_they_were(text_tokens: ChatTokens):
+    async with served(text_tokens, '<think>[add {"a": 9}] no</think>[add {"a": 2}]', "<think>so</think>2") as agent:
+        history: Any = [{"role": "user", "content": "Add."}]
+        made: Any = await agent.client.responses.create(model="any", input=history, tools=[TOOL])
+        thought, call = made.output
+        assert (thought.type, thought.content[0].text) == ("reasoning", '[add {"a": 9}] no')
+        assert (call.type, call.arguments) == ("function_call", '{"a": 2}')
+        assert made.usage.output_tokens_details.reasoning_tokens == len('[add {"a": 9}] no')
+        history += [*made.output, {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
+        async with agent.client.responses.stream(model="any", tools=[TOOL], input=history) as events:
+            [_ async for _ in events]
+            assert (await events.get_final_response()).output_text == "2"
+    assert agent.sequences == [0, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
 from rollouts.engines.vllm_engine import TRIES, VllmEngine
+from settings.errors import InvalidInput
 from storage.objects.digests import seal_folder
 from storage.records import Sampling
 from tests.unit.rollouts.fake_vllm import FakeVllm
@@ -27,8 +29,13 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = {
         "vllm": {"AsyncEngineArgs": lambda model, **_: Path(model)},
         "vllm.envs": {"enable_envs_cache": lambda: None},
+        "vllm.exceptions": {"VLLMClientError": ValueError},
         "vllm.inputs": {"tokens_input": lambda ids: {"type": "token", "prompt_token_ids": ids}},
-        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=2), "SamplingParams": SimpleNamespace},
+        "vllm.sampling_params": {
+            "RequestOutputKind": SimpleNamespace(CUMULATIVE=0, FINAL_ONLY=2),
+            "SamplingParams": SimpleNamespace,
+            "StructuredOutputsParams": SimpleNamespace,
+        },
         "vllm.v1.engine": {"utils": SimpleNamespace(get_mp_context=None)},
         "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=FakeVllm)},
     }
@@ -100,6 +107,56 @@ async def _settle() -> None:
 @pytest.fixture
 def bench(tmp_path: Path) -> _Bench:
     return _Bench(tmp_path)
+
+
+@pytest.mark.parametrize(("mode", "length"), [("keep", 4), ("abort", 4), ("keep", 1)])
+async def test_until_ends_a_reply_and_leaves_its_tokens_and_versions_as_they_were(
+    bench: _Bench, mode: UpdateMode, length: int
+):
+    await bench.start(mode)
+    sampling = Sampling(max_tokens=6)
+    seen: list[int] = []
+
+    def until(ids: list[int]) -> int:
+        seen.append(len(ids))
+        return length if len(ids) >= length else 0
+
+    task = asyncio.create_task(bench.engine.generate([7, 8], sampling=sampling, request_id="a", until=until))
+    await _settle()
+    await bench.step(1)
+    await bench.load(2)  # in the middle of the reply, unless it has ended
+    reply = await bench.finish(task)
+    versions = ([1] + [2] * 5)[:length]
+    assert (reply.finish_reason, reply.weight_versions) == ("stop", versions)
+    assert reply.logprobs == [-float(version) for version in versions]
+    assert not bench.vllm.requests and max(seen) <= length + 1
+
+
+async def test_a_grammar_that_vllm_cannot_follow_is_the_agents_fault_and_a_good_one_reaches_it(bench: _Bench):
+    await bench.start()
+    constraint = '{"json": {"type": "object"}}'
+    task = asyncio.create_task(
+        bench.engine.generate([7], sampling=Sampling(max_tokens=1), request_id="a", constraint=constraint)
+    )
+    await bench.finish(task)
+    assert bench.vllm.parts[-1].parameters.structured_outputs == SimpleNamespace(json={"type": "object"})
+    bench.vllm.refuses = ValueError("no such keyword")
+    with pytest.raises(InvalidInput, match="vLLM cannot follow this grammar: no such keyword"):
+        await bench.engine.generate([7], sampling=Sampling(), request_id="b", constraint=constraint)
+    with pytest.raises(EngineError, match="ValueError: no such keyword"):
+        await bench.engine.generate([7], sampling=Sampling(), request_id="c")
+
+
+@pytest.mark.parametrize("logprob", [math.nan, 0.01, math.inf, -math.inf, 1e-5, -2.0])
+async def test_a_logprob_that_no_distribution_has_is_the_engines_fault(bench: _Bench, logprob: float):
+    await bench.start()
+    request = await bench.request("a", steps=3)
+    bench.vllm.weights = -logprob
+    if logprob in (1e-5, -2.0):
+        assert (await bench.finish(request)).logprobs == [-1.0] * 3 + [min(0.0, logprob)] * 3
+    else:
+        with pytest.raises(EngineError, match=f"log-probability of token 4 of 6 is {logprob}: its weights or its"):
+            await bench.finish(request)
 
 
 @pytest.mark.parametrize(("mode", "versions"), [("keep", [1, 1, 2, 2, 2, 2]), ("wait", [1] * 6)])

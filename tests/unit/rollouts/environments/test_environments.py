@@ -154,6 +154,16 @@ def test_the_methods_of_an_environment_may_be_tools(text_tokens: ChatTokens):
     assert (trajectory.status, shop.replies, len(trajectory.turns)) == ("ok", ["bye bye"], 2)
 
 
+def test_the_environment_sees_what_follows_the_thoughts_unless_it_asks_for_all(text_tokens: ChatTokens):
+    replies = ['<think>[leave {}]</think>[price {"name": "tea"}]', "<think>7?</think>7", "<think>8"]
+    for with_thoughts, seen in ((False, ["7", ""]), (True, replies[1:])):
+        workflow = _Workflow(lambda: _Till(length=2))
+        workflow.with_thoughts = with_thoughts
+        trajectory = _attempt(text_tokens, workflow, engine=an_engine(text_tokens, *replies))
+        assert (workflow.made[0].replies, workflow.made[0].looked_up) == (seen, "tea")
+        assert [len(turn.tool_calls) for turn in trajectory.turns] == [1, 0, 0]
+
+
 def test_a_policy_that_only_calls_tools_runs_out_of_turns(text_tokens: ChatTokens):
     trajectory, shop = _in_words(text_tokens, *["[price {}]"] * 9)
     assert (trajectory.status, trajectory.reward, trajectory.usable) == ("max_turns", 0.0, True)

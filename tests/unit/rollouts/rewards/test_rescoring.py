@@ -18,7 +18,7 @@ from storage.log.entries import Evaluation, Quarantine, Retire, Shard
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
 from storage.objects.object_store import LocalStore
-from storage.records import Task, Trajectory
+from storage.records import Message, Task, Trajectory
 from storage.shards.reward_sets import RewardNameInUse, read_rewards, rewards_key
 from storage.shards.shards import commit_shard
 from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, local_store, provenance
@@ -40,6 +40,11 @@ def longer(reply, answer):
 
 def same(reply, answer):
     return float(reply == answer)
+
+def whole(reply, answer):
+    return float(len(reply))
+
+whole.with_thoughts = True
 
 def picky(reply, answer):
     if reply == "x0.0":
@@ -127,6 +132,15 @@ def test_every_attempt_is_scored_once_from_its_reply_and_its_tasks_answer_and_la
     more = _rescore(log, f"{file}:longer")
     assert (more.new_shards, more.known_shards) == (1, 3) and len(_calls(file)) == 16
     assert log.state.rescored["longer"].files.keys() == {"s0", "s1", "s2", "s3"}
+
+
+def test_a_reward_gets_what_follows_the_thoughts_unless_it_asks_for_all(log: RunLog, file: Path) -> None:
+    reply = Message(role="assistant", content="<think>6?</think>7", is_completion=True, answer="7")
+    attempts = [a_trajectory(0.0, attempt=number, messages=[user("?"), reply]) for number in range(2)]
+    shard = commit_shard(log, [a_group(7, trajectories=attempts)], provenance=provenance("s7"), sampling=SAMPLING)
+    for reward, value in (("same", 1.0), ("whole", float(len(reply.content)))):
+        _rescore(log, f"{file}:{reward}")
+        assert read_rewards(log, shard, reward)["reward"].to_pylist() == [value] * 2
 
 
 def test_a_killed_rescore_goes_on_where_it_was(log: RunLog, file: Path) -> None:

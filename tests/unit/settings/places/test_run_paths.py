@@ -19,7 +19,13 @@ from tests.builders import BASE, a_shard, a_step, a_summary
 
 def test_every_key_with_free_text_is_a_path_or_known_to_be_none():
     texts = {key.name for key in keys(RunConfig) if key.type == "string"}
-    assert texts - PATHS.keys() == {"run", "engine.tool_parser", "evaluation.split", "train.advantage.baseline_part"}
+    assert texts - PATHS.keys() == {
+        "run",
+        "engine.tool_parser",
+        "engine.reasoning_parser",
+        "evaluation.split",
+        "train.advantage.baseline_part",
+    }
 
 
 RUN_FILE = """

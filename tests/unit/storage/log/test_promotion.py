@@ -105,6 +105,17 @@ def test_an_evaluation_that_failed_counts_until_one_succeeds(log: RunLog) -> Non
     assert _why(log) == []
 
 
+def test_an_attempt_that_failed_in_the_engine_speaks_against_the_policy_and_one_of_the_environment_does_not(
+    log: RunLog,
+) -> None:
+    for failures, problems in (({"env_error": 2}, 0), ({"engine_error": 1, "timeout": 1}, 1), ({}, 0)):
+        evaluation = _evaluation(3, num_failed=sum(failures.values()), shard_id=f"e{failures}")
+        log.append(replace(evaluation, failures=failures))
+        lines = _why(log)
+        assert len(lines) == problems, failures
+        assert all(line.startswith("1 of 6 attempts of its evaluation on split 'test' failed in") for line in lines)
+
+
 def test_a_version_without_weights_is_no_champion(log: RunLog) -> None:
     with pytest.raises(ValueError, match="no policy version 9; it has 0 to 3"):
         promote(log, 9, max_gap=1.0)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.records import TRAINABLE_STATUSES, Message, RolloutGroup, ToolCall, Trajectory
+from storage.records import TRAINABLE_STATUSES, Message, RolloutGroup, Task, ToolCall, Trajectory
 from storage.shards.codec import open_shard, summarise
 from storage.shards.schema import SCHEMA, BadShard, NewerSchema, check, content_sha256, flat, row_offsets
 from tests.builders import SAMPLING, a_group, a_trajectory, a_turn, provenance
@@ -43,6 +43,36 @@ def test_facts_that_the_golden_shard_does_not_have_come_back():
     [row] = table.to_pylist()
     assert row["turns"][0]["tool_calls"] == [asdict(call)] and row["is_eval"] is True
     assert row["sampling"]["max_tokens"] == 8 and row["sampling"]["seed"] is None
+
+
+def test_half_a_surrogate_pair_in_one_text_becomes_a_replacement_character_and_costs_no_shard():
+    bad, good = "a\ud83d", "a\ufffd"
+    call = ToolCall(name=bad, arguments=bad, result="\udcff.txt")
+    turn = replace(a_turn(tool_calls=[call]), finish_reason=bad)  # which no record has checked
+    attempt = a_trajectory(messages=[Message(role="user", content=bad)], turns=[turn], reward_parts={bad: 1.0})
+    task = Task(id=bad, prompt=bad, metadata={bad: bad})
+    group = replace(a_group(0, trajectories=[attempt]), reject_reason=bad, task=task)
+    assert (group.task.prompt, group.task.metadata) == (good, {good: good})
+    bad_row, *others = decode_shard(_encode([group, a_group(1)]), name="s0").to_pylist()
+    [turn_row] = bad_row["turns"]
+    assert (bad_row["prompt_id"], bad_row["reject_reason"], bad_row["reward_parts"]) == (good, good, [(good, 1.0)])
+    assert (bad_row["messages"][0]["content"], turn_row["finish_reason"]) == (good, good)
+    assert turn_row["tool_calls"][0]["arguments"] == good and turn_row["tool_calls"][0]["result"] == "\ufffd.txt"
+    assert summarise(group).prompt_id == good and others[0]["prompt_id"] == "task1"
+
+
+def test_the_answers_behind_thoughts_stand_beside_the_messages_and_only_where_there_are_any():
+    spoken = [
+        Message(role="user", content="3"),
+        Message(role="assistant", content="<think>a</think>b", is_completion=True, answer="b"),
+    ]
+    thinking = a_trajectory(1.0, messages=spoken, turns=[a_turn(), a_turn(sequence_idx=1)])
+    plain = a_trajectory(0.0, attempt=1, messages=spoken[:1])
+    table = decode_shard(_encode([a_group(0, trajectories=[thinking, plain])]), name="s0")
+    assert table["answers"].to_pylist() == [[None, "b"], [], []]
+    assert "answers" not in _table().schema.names
+    with pytest.raises(BadShard, match="column answers has type"):
+        decode_shard(file_with(table.drop_columns("answers").append_column("answers", pa.array([1, 2, 3]))), name="s0")
 
 
 @pytest.mark.parametrize(

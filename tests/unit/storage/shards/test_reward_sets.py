@@ -64,16 +64,17 @@ def test_an_attempt_is_its_last_reply_however_many_sequences_it_has(log: RunLog)
         Message(role="user", content="3"),
         Message(role="assistant", content="first", is_completion=True),
         Message(role="tool", content="no"),
-        Message(role="assistant", content="last", is_completion=True),
+        Message(role="assistant", content="<think>hm</think>last", is_completion=True, answer="last"),
         Message(role="user", content="thanks"),
     ]
     forked = a_trajectory(0.25, attempt=0, messages=said, turns=[a_turn(), a_turn(sequence_idx=1)])
     silent = a_trajectory(1.0, attempt=2, messages=said[:1])
     shard = _commit(log, a_group(3, trajectories=[forked, silent]))
     assert shard.num_rows == 3
+    task = {"group_id": "0.task3", "prompt_id": "task3"}
     assert attempts_of(read_shard(log, shard)) == [
-        Attempt(group_id="0.task3", prompt_id="task3", attempt=0, reply="last", recorded=0.25),
-        Attempt(group_id="0.task3", prompt_id="task3", attempt=2, reply=None, recorded=1.0),
+        Attempt(**task, attempt=0, reply="last", reply_with_thoughts="<think>hm</think>last", recorded=0.25),
+        Attempt(**task, attempt=2, reply=None, reply_with_thoughts=None, recorded=1.0),
     ]
 
 

@@ -179,7 +179,7 @@ def test_an_error_that_another_reply_might_not_cause_is_a_warning(
     with caplog.at_level(logging.WARNING, "millrace.preflight"):
         _check(
             tmp_path,
-            "def demonstrations(self, count, seed):\n    return []\n"
+            "def demonstrations(self, count, seed):\n    return [[Message(role='user', content='?')]]\n"
             "async def run(self, task, chat):\n    reply = await chat.ask(task.prompt)\n    return int(reply[:-2])",
         )
     assert "tried with a made-up reply: ValueError" in caplog.text

@@ -54,6 +54,21 @@ def test_a_null_reward_becomes_nan(tmp_path: Path, tiny_folder: Path) -> None:
     assert np.isnan(samples.rewards_B[0]) and samples.rewards_B[1] == 0.25
 
 
+def test_rows_with_a_turn_under_a_grammar_are_known(tmp_path: Path, tiny_folder: Path) -> None:
+    free, forked = group_of([_row(0), _row(1)], position=0), _forked(group_of([_row(0), _row(1)], position=1))
+    first = forked.trajectories[0]
+    turns = [dataclasses.replace(turn, constraint="{}") if turn.sequence_idx else turn for turn in first.turns]
+    forked = dataclasses.replace(
+        forked, trajectories=[dataclasses.replace(first, turns=turns), *forked.trajectories[1:]]
+    )
+    tables = _tables(tmp_path, tiny_folder, {"a": [free], "b": [forked]})
+    assert "requests" not in tables["a"].column_names
+    claimed = [ClaimedGroup(shard_id=s, group_id=g.id) for s, g in (("b", forked), ("a", free))]
+    samples = gather_samples(claimed, tables)
+    assert samples.constrained_B is not None
+    assert samples.constrained_B.tolist() == [False, True, False, False, False, False]
+
+
 def test_a_group_without_rows_is_an_error_that_names_it(tmp_path: Path, tiny_folder: Path) -> None:
     group = group_of([_row(0)], position=0)
     tables = _tables(tmp_path, tiny_folder, {"a": [group]})

@@ -1,0 +1,49 @@
+"""What a request says to vLLM.
+
+In: sampling settings, and a model folder. Out: vLLM's sampling parameters, and the tokens that end a reply.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from rollouts.engines.engine import EngineError
+from storage.records import Sampling
+
+
+@functools.lru_cache(maxsize=16)
+def sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...], streams: bool, constraint: str) -> Any:
+    """vLLM's sampling parameters; `streams` if every token is looked at as it comes.
+
+    vLLM copies them for each request, so attempts without a seed share one object.
+    """
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        logprobs=0,  # only the sampled token's
+        flat_logprobs=True,  # lists, not a dictionary and an object per token
+        stop_token_ids=list(stop_ids),
+        detokenize=False,
+        structured_outputs=StructuredOutputsParams(**json.loads(constraint)) if constraint else None,
+        output_kind=RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY,
+        skip_clone=not constraint,  # a deep copy for each request would cost as much as the rest of its admission
+    )
+
+
+def end_token_ids(folder: Path) -> list[int]:
+    """Token ids that end a reply, from `generation_config.json` of a model folder, else from `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if ids is not None:
+            return list(ids) if isinstance(ids, list) else [ids]
+    raise EngineError(f"{folder} names no eos_token_id in generation_config.json or config.json")
