@@ -9,7 +9,7 @@ after top-k, top-p and min-p, under the weights that sampled it (`Sampling.logpr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -66,8 +66,11 @@ class WeightUpdate:
 class Engine(Protocol):
     """An engine that serves one policy version at a time and can change it while requests are running."""
 
-    async def start(self, folder: Path, version: int) -> str:
-        """Load a policy folder (HF layout) and begin to serve; returns the checksum of the weights."""
+    async def start(self, folder: Path, version: int, *, stop_ids: Sequence[int] = ()) -> str:
+        """Load a policy folder (HF layout) and begin to serve; returns the checksum of the weights.
+
+        `stop_ids` end a reply beside the tokens that the folder's own configuration names.
+        """
 
     async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
         """Sample one reply. A change of weights meanwhile shows only in the versions. Raises `EngineError`.

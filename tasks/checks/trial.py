@@ -289,10 +289,10 @@ class _Characters(ChatTokens):
     def __init__(self) -> None:
         self.end_id = sys.maxunicode + 1
 
-    def prompt(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+    def prompt(self, messages: Sequence[Message], **_: Any) -> list[int]:
         return [ord(character) for message in messages for character in message.content]
 
-    def continuation(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
+    def continuation(self, messages: Sequence[Message], **_: Any) -> list[int]:
         return self.prompt(messages)
 
     def text(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
