@@ -22,8 +22,11 @@ from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import CallRequest, ParsedReply
 from rollouts.engines.scripted_engine import ScriptedEngine
+from settings.errors import InvalidInput
+from storage.objects.digests import sha256_of
+from tests.builders import a_config
 from tests.unit.rollouts.chat.template_families import FAMILIES, tokenizer_of
-from tests.unit.rollouts.scripted_text import a_chat, from_tool, user
+from tests.unit.rollouts.scripted_text import a_chat, from_tool, said, user
 
 LOOKUP: Any = {
     "type": "function",
@@ -101,6 +104,52 @@ def test_three_turns_are_recorded_as_vllm_sends_them_and_so_is_a_history_rendere
     asyncio.run(fork())
     assert chat.turns[3].sequence_idx == 1
     assert marked(tokens.tokenizer, chat.turns[3].context_ids) == GOLDEN[name][2].replace("Find k.", "Find z.")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "opening", "reply", "anew"),
+    [
+        ("qwen3.8", {}, "<think>⟧\n", "hm\n</think>\n\n4", "⟦<think>⟧\nhm\n⟦</think>⟧\n\n4"),
+        ("qwen3.8", {"reasoning_effort": "low"}, "<think>⟧\n", "\n</think>\n\n4", "⟦<think>⟧\n\n⟦</think>⟧\n\n4"),
+        (
+            "qwen3.8",
+            {"enable_thinking": False},
+            "<think>⟧\n\n⟦</think>⟧\n\n",
+            "4",
+            "⟦<think>⟧\n\n⟦</think>⟧\n\n4",
+        ),
+        ("qwen3.8", {"preserve_thinking": False}, "<think>⟧\n", "hm\n</think>\n\n4", "4"),
+        ("qwen3.5", {}, "<think>⟧\n", "hm\n</think>\n\n4", "4"),  # drops the thoughts of the past, and says so itself
+        ("deepseek r1", {}, "<think>⟧\n", "hm\n</think>4", "4"),
+        ("qwen3", {"enable_thinking": False}, "<think>⟧\n\n⟦</think>⟧\n\n", "4", "4"),
+    ],
+)
+def test_a_history_of_thoughts_that_the_prompt_opened_is_rendered_anew_whole(
+    name: str, settings: dict[str, Any], opening: str, reply: str, anew: str
+):
+    tokenizer = tokenizer_of(name)
+    tokens = ChatTokens(tokenizer, settings=settings)
+    assert marked(tokenizer, tokens.prompt([user("2+2")])).endswith(f"⟦{opening}")
+    history = marked(tokenizer, tokens.prompt([user("2+2"), said(reply), user("and?")]))
+    role = "⟦<｜Assistant｜>⟧" if "deepseek" in name else "⟦<|im_start|>⟧assistant\n"
+    assert history.split(role)[1].partition("⟦<｜end" if "deepseek" in name else "⟦<|im_end")[0] == anew
+    assert ("effort is set to low" in history) == ("low" in settings.values())
+
+
+def test_settings_of_the_template_are_part_of_its_digest_and_one_that_it_does_not_read_is_refused():
+    tokenizer = tokenizer_of("qwen3")
+    digests = [
+        ChatTokens(tokenizer, settings=settings).chat_template_sha256
+        for settings in (None, {}, {"enable_thinking": False}, {"enable_thinking": True})
+    ]
+    assert digests[0] == digests[1] == sha256_of(tokenizer.chat_template.encode()) and len(set(digests)) == 3
+    with pytest.raises(InvalidInput, match=r"chat_template_kwargs.enable_thinkin: the model's chat template reads no"):
+        ChatTokens(tokenizer, settings={"enable_thinkin": False})
+    assert a_config(chat_template_kwargs={"enable_thinking": False}).engine.chat_template_kwargs == {
+        "enable_thinking": False
+    }
+    with pytest.raises(InvalidInput, match="tools: these Millrace gives to the template itself"):
+        a_config(chat_template_kwargs={"tools": []})
 
 
 @pytest.mark.server

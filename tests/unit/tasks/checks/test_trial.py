@@ -245,7 +245,10 @@ def test_a_broken_model_folder_is_refused(tmp_path: Path, base_model: Path, harm
 def test_the_turns_a_workflow_takes_are_rendered_with_the_models_template(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch, family: str, asks: list[str], sentence: str
 ) -> None:
-    own = {"never ends": "{{ messages[-1].content }}", "refuses": "{{ raise_exception('no chat here') }}"}
+    own = {
+        "never ends": "{% for m in messages %}{{ m.content }} {% endfor %}",
+        "refuses": "{{ raise_exception('no chat here') }}",
+    }
     template = own.get(family, "")
     tokenizer = byte_tokenizer(template=template, special=["<e>"], end="<e>") if template else tokenizer_of(family)
     monkeypatch.setattr(ChatTokens, "load", lambda folder, settings: ChatTokens(tokenizer, settings=settings))
