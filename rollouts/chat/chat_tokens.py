@@ -142,13 +142,17 @@ class ChatTokens:
 
     @functools.cached_property
     def _closing(self) -> list[int]:
-        """The token behind a last reply, if there is one."""
-        return self._special_in(self._behind_text())[:1]
+        """The token behind a last reply, if there is one: the tokenizer's own end token if there are several, unless
+        the template puts that behind the last reply only, as Phi's does."""
+        last, past = self._special_in(self._behind_text()), self._special_in(self._behind_text(_USER))
+        end = self.tokenizer.eos_token_id
+        return [end] if end in last and end in past else last[:1]
 
     @functools.cached_property
     def _closing_in_history(self) -> list[int]:
         """The tokens that close a reply and do not open the next turn; gpt-oss has another for one that is not last."""
-        return [*self._closing, *self._special_in(self._behind_text(_USER))[:1]] if self._closing else []
+        past = self._special_in(self._behind_text(_USER))
+        return [*self._closing, *([] if set(self._closing) & set(past) else past[:1])] if self._closing else []
 
     @functools.cached_property
     def _call_turn(self) -> tuple[list[int], list[int], list[int]]:
@@ -179,6 +183,19 @@ class ChatTokens:
         return frozenset([*frames, *called[end:], *after])
 
     @functools.cached_property
+    def _wants_parts(self) -> bool:
+        """True if the template shows no content that is a string, as of some models that see images too."""
+        options = {"tokenize": False, "add_generation_prompt": True, **self._settings}
+        shown = []
+        for content in (_STAND_IN, [{"type": "text", "text": _STAND_IN}]):
+            message = {"role": "user", "content": content}
+            try:
+                shown.append(_STAND_IN in self.tokenizer.apply_chat_template([message], **options))
+            except Exception:  # noqa: BLE001 - a template may raise anything
+                shown.append(False)
+        return shown == [False, True]
+
+    @functools.cached_property
     def _opened(self) -> str:
         """What the opening of a reply has of its thoughts, such as `<think>` and a newline; empty if it opens none."""
         _, mark, behind = self._apply([_USER]).rpartition("<think>")
@@ -188,19 +205,22 @@ class ChatTokens:
     def _header(self) -> str:
         """What the template writes before an answer that the policy writes itself, if control tokens are in it: in
         gpt-oss the channel."""
-        opening, said = self._apply([_USER]), {"role": "assistant", "content": _STAND_IN}
-        written, _, _ = self._apply([_USER, said], add_generation_prompt=False).partition(_STAND_IN)
-        header = written.removeprefix(opening) if written.startswith(opening) else ""
-        return header if self._special_in(header) else ""
+        with contextlib.suppress(InvalidInput):
+            opening, said = self._apply([_USER]), {"role": "assistant", "content": _STAND_IN}
+            written, found, _ = self._apply([_USER, said], add_generation_prompt=False).partition(_STAND_IN)
+            header = written.removeprefix(opening)
+            if found and header != written and self._special_in(header):
+                return header
+        return ""
 
     def _special_in(self, text: str) -> list[int]:
         return [index for index in self._plain.encode(text, {}) if index in self._plain.special]
 
     def _behind_text(self, *messages: dict[str, Any]) -> str:
-        """What follows a reply before these messages, without the opening of the next one."""
+        """What follows a last reply, or one before these messages and the opening of the next."""
         try:
             conversation = [_USER, {"role": "assistant", "content": _STAND_IN}, *messages]
-            return self._apply(conversation, add_generation_prompt=False).partition(_STAND_IN)[2]
+            return self._apply(conversation, add_generation_prompt=bool(messages)).partition(_STAND_IN)[2]
         except InvalidInput:
             return ""
 
@@ -267,8 +287,11 @@ class ChatTokens:
         add_generation_prompt: bool = True,
     ) -> str:
         options = {"tools": list(tools) or None, "add_generation_prompt": add_generation_prompt, **self._settings}
+        numbered = _numbered(conversation)
+        if self._wants_parts:
+            numbered = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in numbered]
         try:
-            return str(self.tokenizer.apply_chat_template(_numbered(conversation), tokenize=False, **options))
+            return str(self.tokenizer.apply_chat_template(numbered, tokenize=False, **options))
         except Exception as error:  # a template may raise anything
             raise InvalidInput(f"the model's chat template refuses these messages: {error}") from error
 

@@ -93,6 +93,8 @@ class Family:
     """What ends a call, if that is another."""
     before: str = ""
     """What the policy writes before an answer: thoughts, or what its template opens an answer with."""
+    behind: str = ""
+    """What the policy writes between an answer and its end."""
     rewritten_from: int = 3
     """The first prompt in which the template shows earlier replies, or the place of the tools, in another way than it
     did: what an attempt records stays as it was. 3 if none of the three does."""
@@ -157,6 +159,24 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": Family(template="gemma", **_GEMMA),
     "gemma3": Family(template="gemma3", **_GEMMA),
+    "gemma4": Family(
+        template="gemma4_v5",
+        special="<bos> <eos> <|turn> <turn|> <|tool> <tool|> <|tool_call> <tool_call|> <|tool_response> "
+        '<tool_response|> <|"|> <|channel> <channel|> <|think|>',
+        end="<turn|>",
+        eos="<eos>",
+        bos="<bos>",
+        call='<|tool_call>call:lookup{key:<|"|>k<|"|>}<tool_call|>',
+        call_end="<|tool_response>",
+    ),
+    "command a": Family(
+        template="cohere2",
+        special="<BOS_TOKEN> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> "
+        "<|SYSTEM_TOKEN|> <|START_RESPONSE|> <|END_RESPONSE|>",
+        bos="<BOS_TOKEN>",
+        end="<|END_OF_TURN_TOKEN|>",
+        behind="<|END_RESPONSE|>",
+    ),
     "phi3": Family(template="phi3", **_PHI),
     "phi3.5": Family(template="phi3_5", **_PHI),
     "phi4-mini": Family(template=_PHI4_MINI, **_PHI),

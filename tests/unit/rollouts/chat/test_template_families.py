@@ -65,7 +65,7 @@ class Calls:
 def three_turns(name: str) -> Chat:
     """`user call result answer user answer`, or without tools `user answer user answer user answer`."""
     family, tokens = FAMILIES[name], ChatTokens(tokenizer_of(name))
-    answer = f"{family.before}{ANSWER}{family.end}"
+    answer = f"{family.before}{ANSWER}{family.behind}{family.end}"
     lead = family.before if "think" in family.before else ""
     replies = [f"{lead}{family.call}{family.call_end or family.end}" if family.call else answer, answer, answer]
     encode = functools.partial(tokens.tokenizer.encode, add_special_tokens=False)
