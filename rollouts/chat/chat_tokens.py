@@ -289,11 +289,15 @@ class ChatTokens:
         options = {"tools": list(tools) or None, "add_generation_prompt": add_generation_prompt, **self._settings}
         numbered = _numbered(conversation)
         if self._wants_parts:
-            numbered = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in numbered]
+            numbered = [each if each["role"] == "tool" else {**each, "content": _parts(each)} for each in numbered]
         try:
             return str(self.tokenizer.apply_chat_template(numbered, tokenize=False, **options))
         except Exception as error:  # a template may raise anything
             raise InvalidInput(f"the model's chat template refuses these messages: {error}") from error
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": message["content"]}]
 
 
 def _calling(names: Sequence[str]) -> list[dict[str, Any]]:

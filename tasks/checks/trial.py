@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
+import functools
 import logging
 import sys
 import traceback
@@ -129,7 +130,7 @@ def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: 
                 raise error
         logger.warning("task %r of split %r, tried with a made-up reply: %s", task.id, split, failure_text(error))
     has_tools = any(outcome.has_tools for outcome in outcomes)
-    check_template(config, several_turns=max(outcome.num_turns for outcome in outcomes) > 1, with_tools=has_tools)
+    check_template(config, several_turns=any(each.num_turns > 1 for each in outcomes), with_tools=has_tools)
 
 
 def check_template(config: RunConfig, *, several_turns: bool, with_tools: bool) -> None:
@@ -262,8 +263,8 @@ async def _attempts(
             reward = as_score(await asyncio.wait_for(workflow.run(task, chat), seconds), workflow.run).reward
         except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is the outcome
             error = raised
-        taken = {"is_known": chat.all_known, "num_turns": len(chat.turns), "has_tools": chat.has_tools}
-        return _Outcome(reward=reward, error=error, **taken)
+        told = functools.partial(_Outcome, is_known=chat.all_known, num_turns=len(chat.turns), has_tools=chat.has_tools)
+        return told(reward=reward, error=error)
 
     async with rewards:
         try:
