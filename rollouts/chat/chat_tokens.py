@@ -311,7 +311,7 @@ def _calling(names: Sequence[str]) -> list[dict[str, Any]]:
 
 def _calls(calls: Sequence[tuple[str, str]], *, as_text: bool) -> list[dict[str, Any]]:
     """Calls as templates take them, of names and arguments. DeepSeek's want arguments as text, others as an object; as
-    in vLLM, what is no object is an empty one."""
+    in vLLM, what is no object is an empty one, and the name comes last."""
     made = []
     for name, written in calls:
         arguments: Any = written
@@ -319,7 +319,7 @@ def _calls(calls: Sequence[tuple[str, str]], *, as_text: bool) -> list[dict[str,
             with contextlib.suppress(ValueError):
                 arguments = json.loads(written)
             arguments = arguments if isinstance(arguments, dict) else {}
-        made.append({"type": "function", "function": {"name": name, "arguments": arguments}})
+        made.append({"type": "function", "function": {"arguments": arguments, "name": name}})
     return made
 
 

@@ -144,6 +144,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3.5": Family(template="qwen3_5_think", call=_XML, rewritten_from=2, **_THINKING),
     "qwen3.6": Family(template="qwen3_6", call=_XML, rewritten_from=2, **_THINKING),
     "qwen3.8": Family(template="qwen3_8", call=_XML, **_THINKING),
+    "smolvlm": Family(
+        template="smolvlm", special="<|im_start|> <end_of_utterance>", end="<end_of_utterance>", before=" "
+    ),
     "smollm2": Family(template=_SMOLLM2, **_CHATML),
     "llama3": Family(template="llama3", eos="<|end_of_text|>", **_LLAMA),
     "llama3.1": Family(template="llama3_1", call=_JSON_CALL.replace("arguments", "parameters"), **_LLAMA),
@@ -153,7 +156,7 @@ FAMILIES: dict[str, Family] = {
         "[TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]",
         end="</s>",
         bos="<s>",
-        call=f'[TOOL_CALLS] [{_JSON_CALL[:-1]}, "id": "000000002"}}]',
+        call='[TOOL_CALLS] [{"arguments": {"key": "k"}, "name": "lookup", "id": "000000002"}]',
         before=" ",
         rewritten_from=2,
     ),

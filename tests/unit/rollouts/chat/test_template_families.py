@@ -7,7 +7,6 @@ so it stands for ids. `test_the_golden_ids_are_what_vllm_sends` makes them with 
 from __future__ import annotations
 
 import asyncio
-import copy
 import dataclasses
 import functools
 import itertools
@@ -156,44 +155,41 @@ def test_settings_of_the_template_are_part_of_its_digest_and_one_that_it_does_no
 def test_the_golden_conversations_are_what_vllms_chat_endpoint_sends():
     """By its own functions, but for DeepSeek V3, whose template fails on calls in vLLM, which passes no text as their
     arguments; and gpt-oss, whose template vLLM replaces by code that needs a vocabulary from the network."""
-    from vllm.renderers.chat_utils import _postprocess_messages
-    from vllm.renderers.hf import safe_apply_chat_template
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.renderers.chat_utils import parse_chat_messages
+    from vllm.renderers.hf import _detect_content_format, safe_apply_chat_template
 
     def sent(name: str, count: int) -> str:
         family, tokenizer = FAMILIES[name], tokenizer_of(name)
         function = {"name": "lookup", "arguments": '{"key": "k"}'}
-        call = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "000000002", "type": "function", "function": function}],
-        }
         answer = {"role": "assistant", "content": ANSWER}
-        second = (
-            {"role": "tool", "content": "v", "tool_call_id": "000000002"}
-            if family.call
-            else {"role": "user", "content": "and?"}
-        )
-        turns: Any = [
-            {"role": "user", "content": "Find k."},
-            call if family.call else answer,
-            second,
-            answer,
-            {"role": "user", "content": "why?"},
-        ]
-        conversation = copy.deepcopy(turns[:count])
-        if name != "deepseek v3":
-            _postprocess_messages(conversation)
-        ids = safe_apply_chat_template(
-            None,
-            tokenizer,
-            conversation,
-            tools=[LOOKUP] if family.call else None,
-            chat_template=tokenizer.chat_template,
-            add_generation_prompt=True,
-        )
-        return marked(tokenizer, ids)
+        first: Any = answer
+        second: Any = {"role": "user", "content": "and?"}
+        if family.call:
+            calls = [{"id": "000000002", "type": "function", "function": function}]
+            first = {"role": "assistant", "content": None, "tool_calls": calls}
+            second = {"role": "tool", "content": "v", "tool_call_id": "000000002"}
+        messages = [user("Find k."), first, second, answer, user("why?")]
+        turns = [each if isinstance(each, dict) else {"role": "user", "content": each.content} for each in messages]
+        request = ChatCompletionRequest(messages=turns[:count], tools=[LOOKUP] if family.call else None)
+        template = tokenizer.chat_template
+        format = _detect_content_format(template, default="string")
+        conversation, _, _ = parse_chat_messages(request.messages, _Config(), format)
+        if name == "deepseek v3":
+            for call in (call for each in conversation for call in each.get("tool_calls") or ()):
+                call["function"]["arguments"] = function["arguments"]
+        tools = [tool.model_dump() for tool in request.tools] if request.tools else None
+        options = {"chat_template": template, "add_generation_prompt": True}
+        return marked(tokenizer, safe_apply_chat_template(_Config(), tokenizer, conversation, tools=tools, **options))
 
     made = {name: [sent(name, count) for count in (1, 3, 5)] for name in FAMILIES}
     if os.environ.get("WRITE_GOLDEN"):
         GOLDEN_FILE.write_text(json.dumps(made, ensure_ascii=False, indent=1) + "\n")
     assert made == GOLDEN
+
+
+class _Config:
+    """What vLLM asks of a model's configuration to read messages of text."""
+
+    multimodal_config = None
+    enable_prompt_embeds = False
