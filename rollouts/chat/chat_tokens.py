@@ -123,8 +123,8 @@ class ChatTokens:
         end = next((place for place, index in enumerate(ids) if index in ends), None)
         if end is None:
             raise InvalidInput(
-                "the model's chat template does not end an assistant's reply with a special token, so no second turn "
-                "can follow; use one that does"
+                "the model's chat template does not end an assistant's reply with a special token, "
+                "so no second turn can follow; use one that does"
             )
         is_closed = after == ids[end] or (after in self.turn_ends and ids[end] in self._closing_in_history)
         return ids[end + 1 :] if is_closed else ids[end:]
