@@ -10,6 +10,13 @@ from settings.block import Block
 
 WeightTransfer = Literal["store", "gloo", "nccl"]
 
+_OURS = {
+    *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
+"""Arguments of `apply_chat_template` that are no settings of a template."""
+
 
 def num_parts(arguments: dict[str, Any]) -> int:
     """Processes of one engine with these arguments of vLLM; each has a device of its own, if there are any."""
@@ -41,6 +48,8 @@ class EngineSettings(Block):
     guided_decoding: bool = False
     """Let agents force tokens: `tool_choice` with `required` or a name, `response_format`. vLLM then loads the
     tokenizer, and the logprobs of such a reply are those of the tokens that the grammar leaves."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the model's chat template, for example {"enable_thinking": false} or {"reasoning_effort": "low"}."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Passed on as vLLM's engine arguments, for example {"tensor_parallel_size": 2}."""
 
@@ -49,6 +58,13 @@ class EngineSettings(Block):
     def _is_one_engine(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         if "data_parallel_size" in arguments:
             raise ValueError("each worker has one engine; set rollout.num_workers for more of them")
+        return arguments
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_settings(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if ours := _OURS & arguments.keys():
+            raise ValueError(f"{', '.join(sorted(ours))}: these Millrace gives to the template itself; leave them out")
         return arguments
 
     @property

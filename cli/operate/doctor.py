@@ -252,7 +252,8 @@ def check_tokenizer(config: RunConfig | None) -> Finding:
 
     if (folder := local_folder(config.model)) is None:
         return Finding(f"{config.model} will be fetched from the hub")
-    ids = ChatTokens.load(folder).prompt([Message(role="user", content="hello")])
+    tokens = ChatTokens.load(folder, settings=config.engine.chat_template_kwargs)
+    ids = tokens.prompt([Message(role="user", content="hello")])
     return Finding(f"{folder}: a greeting is {counted(len(ids), 'token')}", "" if ids else "add a chat template")
 
 

@@ -160,11 +160,12 @@ class Chat:
             raise InvalidInput("this Chat was made without a tool parser, so it cannot read tool calls")
         branch = self._branch_for(messages, schemas)
         if branch.reply is None:
-            context_ids = self.tokens.prompt(messages, tools=schemas)
+            context_ids = self.tokens.prompt(messages, tools=schemas, parsed=await self._called(messages, schemas))
         else:
             new = messages[len(branch.messages) :]
             messages = [*branch.messages, *new]  # with the thoughts that the caller may have left out
-            context_ids = self.tokens.continuation(new, ended=not (branch.reply.cut_off or branch.reply.stopped))
+            calls = [call.name for call in branch.reply.tool_calls]
+            context_ids = self.tokens.continuation(new, after=branch.ids[-1], calls=calls)
             self._record_results(branch.reply, new, seconds=time.perf_counter() - branch.replied_at)
         prompt_ids = [*branch.ids, *context_ids]
         room = self.max_model_len - len(prompt_ids)
@@ -256,6 +257,19 @@ class Chat:
     def cut_off(self) -> bool:
         """True if a length limit ended the last reply."""
         return bool(self.turns) and self.turns[-1].finish_reason == "length"
+
+    async def _called(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> dict[str, ParsedReply]:
+        """The assistant's contents in these messages whose calls have results, with their calls.
+
+        Without `tools` they are read with those of an earlier prompt.
+        """
+        tools = tools or next((branch.tools for branch in self._branches if branch.tools), [])
+        if self.tool_parser is None or not tools:
+            return {}
+        pairs = itertools.pairwise(messages)
+        contents = [one.content for one, other in pairs if (one.role, other.role) == ("assistant", "tool")]
+        parsed = {content: await self.tool_parser.parse(content, tools) for content in contents}
+        return {content: reply for content, reply in parsed.items() if reply.tool_calls}
 
     async def _run_tools(self, reply: Reply, tools: Sequence[Tool]) -> list[Message]:
         """Execute a reply's tool calls, record them in its turn, and return the results as messages."""

@@ -94,8 +94,11 @@ Until = Callable[[list[int]], int]
 class Engine(Protocol):
     """An engine that serves one policy version at a time and can change it while requests are running."""
 
-    async def start(self, folder: Path, version: int) -> str:
-        """Load a policy folder (HF layout) and begin to serve; returns the checksum of the weights."""
+    async def start(self, folder: Path, version: int, *, stop_ids: Sequence[int] = ()) -> str:
+        """Load a policy folder (HF layout) and begin to serve; returns the checksum of the weights.
+
+        `stop_ids` end a reply beside the tokens that the folder's own configuration names.
+        """
 
     async def generate(
         self,

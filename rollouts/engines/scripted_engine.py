@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from infra.weight_broadcast import Broadcast
@@ -37,7 +37,7 @@ class ScriptedEngine:
         self._open = asyncio.Event()
         self._open.set()
 
-    async def start(self, folder: Path, version: int) -> str:
+    async def start(self, folder: Path, version: int, *, stop_ids: Sequence[int] = ()) -> str:
         return (await self.load_policy(folder, version)).checksum
 
     async def generate(

@@ -22,7 +22,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ class VllmEngine:
         self._holds = False
         self._held_until = 0.0  # by `time.perf_counter`
 
-    async def start(self, folder: Path, version: int) -> str:
+    async def start(self, folder: Path, version: int, *, stop_ids: Sequence[int] = ()) -> str:
         from vllm import AsyncEngineArgs
         from vllm.envs import enable_envs_cache
         from vllm.exceptions import VLLMClientError
@@ -135,7 +135,7 @@ class VllmEngine:
         model = self._base_folder or folder
         self._as_input = tokens_input  # imported once: a lookup in vLLM's package takes as long as all else here
         self._refusal = VLLMClientError
-        self._stop_ids = end_token_ids(model)
+        self._stop_ids = list(dict.fromkeys([*end_token_ids(model), *stop_ids]))
         self._served = _weights_in(folder, version)
         arguments = in_processes_of_its_own(self._arguments)
         with self._core.starting():

@@ -123,8 +123,8 @@ class RolloutWorker:
         lora_rank = 0 if lora is None else lora.rank
         # Before transformers is imported here: vLLM's core imports it beside us.
         engine = make_engine(config.engine, model, seed=config.seed, version=policy.version, lora_rank=lora_rank)
-        tokens = ChatTokens.load(model)
-        checksum = await engine.start(folder, policy.version)
+        tokens = ChatTokens.load(model, settings=config.engine.chat_template_kwargs)
+        checksum = await engine.start(folder, policy.version, stop_ids=tokens.turn_ends)
         served.engine, served.version = engine, policy.version
         rewards = RewardPool(
             num_processes=config.reward.processes,

@@ -1,7 +1,8 @@
 """Tasks played in seconds on a scripted engine, before anything heavy starts.
 
     check_tasks        ids, prompts and answers are text, and ids differ
-    play_tasks         two tasks per split ─▶ run ─▶ a score, or the user's error: every start does it
+    play_tasks         two tasks per split ─▶ run ─▶ a score, or the user's error: every start does it;
+                       turns as the workflow takes them ─▶ the model's chat template ─▶ a prompt
     check_references   reference_reply ─▶ reward 1: what `--dry-run` and `doctor` check too
 
 In: a workflow and the run's configuration. Out: nothing, or the error with the task, or with the user's file and line.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
+import functools
 import logging
 import re
 import sys
@@ -60,6 +62,8 @@ class _Outcome:
     error: Exception | None
     is_known: bool
     """Every reply was the workflow's own: its reference, or one of its demonstrations."""
+    num_turns: int
+    has_tools: bool
 
 
 def tasks_by_split(workflow: Workflow, config: RunConfig) -> dict[str, Sequence[Task]]:
@@ -110,13 +114,15 @@ def check_tasks(tasks: Sequence[Task], split: str, *, where: str) -> None:
 def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: RunConfig) -> None:
     """Play the first tasks of each split with replies that the workflow knows, or plain text.
 
-    Raises `InvalidInput` for what `run` raises, `WrongWorkflow` if it returns no score. With plain text only errors
+    Raises `InvalidInput` for what `run` raises, and for turns that the model's chat template cannot render if the model
+    is on this machine; `WrongWorkflow` if it returns no score. With plain text only errors
     that no reply can cause are raised, the others are warnings: the policy may say anything, and such attempts are
     `env_error`.
     """
     first = _first(tasks, _PLAYED)
     played = _attempts(workflow, first, config, _known_replies(workflow), seconds=_SECONDS, loads_vllm=False)
-    for (split, task), outcome in zip(first, _in_own_loop(played), strict=True):
+    outcomes = _in_own_loop(played)
+    for (split, task), outcome in zip(first, outcomes, strict=True):
         error = outcome.error
         if error is None or isinstance(error, _Unknown):  # what calls tools is left to `check_references`
             continue
@@ -126,6 +132,24 @@ def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: 
             with errors_of_users(what, _users_method(workflow)):
                 raise error
         logger.warning("task %r of split %r, tried with a made-up reply: %s", task.id, split, failure_text(error))
+    has_tools = any(outcome.has_tools for outcome in outcomes)
+    check_template(config, several_turns=any(each.num_turns > 1 for each in outcomes), with_tools=has_tools)
+
+
+def check_template(config: RunConfig, *, several_turns: bool, with_tools: bool) -> None:
+    """Render the turns that a workflow takes with the chat template of the run's model, if it is on this machine.
+
+    Raises `InvalidInput` for a template that has no first, second or third turn, or shows no results of tools.
+    """
+    if not config.model or (folder := local_folder(config.model)) is None:
+        return
+    try:
+        tokens = ChatTokens.load(folder, settings=config.engine.chat_template_kwargs)
+    except (OSError, ValueError, KeyError) as error:  # what transformers raises; `InvalidInput` is a `ValueError`
+        raise InvalidInput(f"model = {config.model!r}: its tokenizer cannot be used: {error}") from error
+    tokens.prompt([Message(role="user", content="0")])
+    if several_turns or with_tools:
+        tokens.check_turns(with_call=with_tools)
 
 
 def check_references(workflow: Workflow, config: RunConfig, *, num_tasks: int = 20) -> int:
@@ -246,7 +270,8 @@ async def _attempts(
             reward = as_score(await asyncio.wait_for(workflow.run(task, chat), seconds), workflow.run).reward
         except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is the outcome
             error = raised
-        return _Outcome(reward=reward, error=error, is_known=chat.all_known)
+        told = functools.partial(_Outcome, is_known=chat.all_known, num_turns=len(chat.turns), has_tools=chat.has_tools)
+        return told(reward=reward, error=error)
 
     async with rewards:
         try:
@@ -268,7 +293,7 @@ class _ScriptedChat(Chat):
 
     def __init__(self, task: Task, reply: _Replies, parser: ToolParser) -> None:
         self._task, self._reply, self._next_reply = task, reply, ""
-        self.all_known = True
+        self.all_known, self.has_tools = True, False
         tokens = _Characters()
         super().__init__(
             engine=ScriptedEngine(lambda *_: [*map(ord, self._next_reply), tokens.end_id]),
@@ -280,6 +305,7 @@ class _ScriptedChat(Chat):
         )
 
     async def complete(self, messages: Sequence[Message], **options: Any) -> Reply:
+        self.has_tools = self.has_tools or bool(options.get("tools"))
         known = self._reply(self._task, messages)
         self.all_known = self.all_known and known is not None
         self._next_reply = _PLAIN_REPLY if known is None else known
@@ -296,10 +322,10 @@ class _Characters(ChatTokens):
     def __init__(self) -> None:
         self.end_id = sys.maxunicode + 1
 
-    def prompt(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+    def prompt(self, messages: Sequence[Message], **_: Any) -> list[int]:
         return [ord(character) for message in messages for character in message.content]
 
-    def continuation(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
+    def continuation(self, messages: Sequence[Message], **_: Any) -> list[int]:
         return self.prompt(messages)
 
     def text(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:

@@ -173,8 +173,8 @@ def test_what_follows_a_reply_is_what_the_template_puts_there(name: str):
     end = tokens.tokenizer.eos_token
     for new in ([user("and?")], [from_tool("42")], [from_tool("42"), from_tool("43")]):
         behind = _decoded(tokens, tokens.prompt([user("hi"), said("hello"), *new])).partition("hello" + end)[2]
-        assert _decoded(tokens, tokens.continuation(new, ended=True)) == behind
-        assert _decoded(tokens, tokens.continuation(new, ended=False)) == end + behind
+        assert _decoded(tokens, tokens.continuation(new, after=tokens.end_id)) == behind
+        assert _decoded(tokens, tokens.continuation(new, after=0)) == end + behind
 
 
 def test_a_template_with_rules_of_its_own_for_history_is_continued_too():
@@ -186,7 +186,7 @@ def test_a_template_with_rules_of_its_own_for_history_is_continued_too():
         ("mistral", from_tool("42"), '[TOOL_RESULTS] {"content": 42, "call_id": "000000002"}[/TOOL_RESULTS]'),
     ]:
         tokens = family(name)
-        assert _decoded(tokens, tokens.continuation([new], ended=True)) == text
+        assert _decoded(tokens, tokens.continuation([new], after=tokens.end_id)) == text
 
 
 def test_a_conversation_that_thinks_keeps_its_thoughts_in_the_tokens():
@@ -256,8 +256,8 @@ def test_a_tokenizer_without_a_template_or_one_that_does_not_close_replies_is_re
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     tokens = ChatTokens(byte_tokenizer(template=template, special=["<end>"], end="<end>"))
     assert tokens.prompt([user("hi")])
-    with pytest.raises(ValueError, match=r"does not end an assistant's reply with the end token '<end>'"):
-        tokens.continuation([user("and?")], ended=True)
+    with pytest.raises(ValueError, match=r"does not end an assistant's reply with a special token"):
+        tokens.continuation([user("and?")], after=0)
 
 
 @pytest.mark.server

@@ -159,6 +159,18 @@ async def test_a_logprob_that_no_distribution_has_is_the_engines_fault(bench: _B
             await bench.finish(request)
 
 
+async def test_a_reply_stops_at_the_models_end_tokens_and_at_those_of_the_template(bench: _Bench):
+    assert await bench.engine.start(bench.policy(1), 1, stop_ids=[5, 1])
+    asked: list[Any] = []
+    generate = bench.engine.llm.generate
+    bench.engine.llm.generate = lambda prompt, parameters, *rest, **options: (
+        asked.append(parameters) or generate(prompt, parameters, *rest, **options)
+    )
+    bench.vllm = bench.engine.llm
+    await bench.finish(await bench.request("a"))
+    assert [parameters.stop_token_ids for parameters in asked] == [[1, 5]]
+
+
 @pytest.mark.parametrize(("mode", "versions"), [("keep", [1, 1, 2, 2, 2, 2]), ("wait", [1] * 6)])
 async def test_an_update_pauses_reloads_verifies_names_and_resumes(
     bench: _Bench, mode: UpdateMode, versions: list[int]

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.prompts import PromptOrder
 from rollouts.production.worker import RolloutWorker
 from rollouts.workflow import Score, Workflow, workflow_context
@@ -184,6 +185,21 @@ async def test_collecting_commits_a_shard_of_a_batch(run: _Run, tokens: ChatToke
     assert metadata[b"tokenizer_sha256"].decode() == tokens.tokenizer_sha256
     assert metadata[b"chat_template_sha256"].decode() == tokens.chat_template_sha256
     assert metadata[b"code_version"] == b"c0de" and metadata[b"run_id"] == b"run"
+
+
+async def test_the_engine_also_stops_at_the_turn_ends_of_the_template(
+    run: _Run, tokens: ChatTokens, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[Any] = []
+
+    class Engine(ScriptedEngine):
+        async def start(self, *arguments: Any, stop_ids: Any = ()) -> str:
+            started.append(stop_ids)
+            return await super().start(*arguments)
+
+    monkeypatch.setattr("rollouts.engines.scripted_engine.ScriptedEngine", Engine)
+    await run.collect()
+    assert started == [tokens.turn_ends] == [(tokens.end_id,)]
 
 
 async def test_a_shard_takes_from_the_beginning_of_its_attempts_and_no_moment_is_counted_twice(run: _Run):

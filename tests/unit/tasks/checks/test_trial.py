@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -13,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from rollouts.chat.chat_tokens import ChatTokens
 from settings.errors import InvalidInput
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
 from tasks.checks.preflight import check_run
 from tests.builders import a_config
+from tests.unit.rollouts.chat.template_families import byte_tokenizer, tokenizer_of
 
 _WORKFLOW = """
 from millrace import Message, Score, Task, Workflow, score
@@ -234,6 +237,36 @@ def test_a_broken_model_folder_is_refused(tmp_path: Path, base_model: Path, harm
     harm(tmp_path / "model")
     with pytest.raises(InvalidInput, match=sentence):
         _check(tmp_path, "async def run(self, task, chat):\n    return 1", model=str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("family", "asks", "sentence"),
+    [
+        ("qwen3", ["'1'", "'2'", "'3', tools=[look]"], ""),
+        ("gpt-oss", ["'1', tools=[look]"], ""),
+        ("gemma", ["'1'", "'2'"], ""),
+        ("gemma", ["'1', tools=[look]"], "refuses these messages: Conversation roles must alternate"),
+        ("phi3", ["'1', tools=[look]"], "leaves out what tools return"),
+        ("never ends", ["'1'"], ""),
+        ("never ends", ["'1'", "'2'"], "does not end an assistant's reply with a special token"),
+        ("refuses", ["'1'"], "refuses these messages: no chat here"),
+    ],
+)
+def test_the_turns_a_workflow_takes_are_rendered_with_the_models_template(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch, family: str, asks: list[str], sentence: str
+) -> None:
+    own = {
+        "never ends": "{% for m in messages %}{{ m.content }} {% endfor %}",
+        "refuses": "{{ raise_exception('no chat here') }}",
+    }
+    template = own.get(family, "")
+    tokenizer = byte_tokenizer(template=template, special=["<e>"], end="<e>") if template else tokenizer_of(family)
+    monkeypatch.setattr(ChatTokens, "load", lambda folder, settings: ChatTokens(tokenizer, settings=settings))
+    look = '@tool\n    def look(key: str) -> str:\n        "Look it up."\n        return key'
+    lines = [f"await chat.ask({ask})" for ask in asks]
+    body = "\n    ".join(["from millrace import tool", look, *lines, "return 1"])
+    with pytest.raises(InvalidInput, match=sentence) if sentence else contextlib.nullcontext():
+        _check(tmp_path, f"async def run(self, task, chat):\n    {body}", model=str(base_model))
 
 
 def test_a_start_does_not_load_vllm_for_a_reply_that_calls_tools() -> None:
