@@ -46,8 +46,9 @@ logger = logging.getLogger("millrace.trainer")
 class RunTrainer:
     """A run's trainer, fed with the groups its log says were claimed."""
 
-    def __init__(self, log: RunLog, config: RunConfig, *, cache: Path) -> None:
-        """Start from the base policy. Raises `storage.objects.digests.DigestMismatch` if its folder is altered, and
+    def __init__(self, log: RunLog, config: RunConfig, *, cache: Path, reference: str = "") -> None:
+        """Start from the base policy. `reference` is the store's folder of another reference model than the one that
+        the run began with. Raises `storage.objects.digests.DigestMismatch` if its folder is altered, and
         `ValueError` for a model that cannot be trained or written."""
         torch.manual_seed(config.seed)
         self.log = log
@@ -56,18 +57,18 @@ class RunTrainer:
         self.policies = PolicyReader(log, cache)
         self._base_folder = self.policies.fetch(log.state.policies[0])
         self._base_tokenizer = tokenizer_sha256(self._base_folder)
-        self.trainer = Trainer(self._base_folder, config, reference=self._reference())
+        self.trainer = Trainer(self._base_folder, config, reference=self._reference(reference))
         if config.train.lora is None:
             refuse_unstored(self.trainer.model.causal_lm, self._base_folder)
         self._dtypes = self._published_dtypes()
 
-    def _reference(self) -> Path | None:
+    def _reference(self, path: str) -> Path | None:
         """The folder of the policy that `train.reference` names; None for none, and for the base under adapters. Raises
         `ValueError` for another tokenizer, `storage.objects.digests.DigestMismatch` for an altered folder."""
         reference = self.config.train.reference
         if reference.kind != "model":
             return self._base_folder if reference.kind == "base" else None
-        folder = self._fetch(model_key(reference.model))
+        folder = self._fetch(path or self.log.state.policies[0].reference or model_key(reference.model))
         verify_folder(folder)
         if tokenizer_sha256(folder) != self._base_tokenizer:
             raise InvalidInput(

@@ -251,12 +251,13 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max(float((a[name].detach() - b[name].detach()).abs().max()) for name in a)
 
 
-def new_run(root: Path, model: Path) -> RunLog:
+def new_run(root: Path, model: Path, *, reference: str = "") -> RunLog:
     """A run in a fresh store under `root` whose base policy is a copy of the folder `model`."""
     store = LocalStore(root / "store")
     log = create_run(store, "run", {})
     store.put_folder(model, "models/tiny", last=DIGEST_FILE)
-    log.append(Policy(version=0, path="models/tiny", weights_sha256=verify_folder(model), parent=None))
+    digest = verify_folder(model)
+    log.append(Policy(version=0, path="models/tiny", weights_sha256=digest, parent=None, reference=reference))
     return log
 
 
