@@ -37,10 +37,8 @@ async def provide_base_model(session: RunSession, *, config: RunConfig) -> Polic
     if config.model:
         key = await asyncio.to_thread(store_model, config.model, log.store)
     else:
-        logger.info(
-            "no model given: a tiny one is made from %s's demonstrations, unless the store has it (about half a minute)",
-            config.workflow,
-        )
+        what = f"a tiny one from {config.workflow}'s demonstrations, unless the store has it"
+        logger.info("no model given: making %s (about half a minute)", what)
         key = await session.fleet.cluster.run(
             "warmup", "tasks.base_model:make_model", store=log.store.uri, config=config
         )

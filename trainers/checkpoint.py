@@ -24,7 +24,8 @@ from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from trainers.model.distributed import copy_into, full, num_ranks
 from trainers.model.lora import has_adapters, read_adapter, saved_name, write_adapter
 from trainers.model.model import PolicyModel
-from trainers.model.stored import INDEX_FILE, TRAINABLE, as_stored, stored_dtypes, write_weights
+from trainers.model.stored import TRAINABLE, as_stored, stored_dtypes, write_weights
+from trainers.model.weight_index import INDEX_FILE
 from trainers.trainer import Trainer
 
 logger = logging.getLogger("millrace.trainer")

@@ -24,7 +24,6 @@ from settings.train import TrainSettings
 from storage.objects.digests import sha256_of_json
 from trainers.data.samples import Samples
 
-
 SMALLEST_LOGPROB = float(np.log(np.finfo(np.float32).tiny))
 """−87: of the smallest probability of float32's full precision. Less is 0 where tokens are drawn."""
 

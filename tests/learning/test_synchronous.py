@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from infra.user_code import path_of
 from rollouts.chat.chat import Chat

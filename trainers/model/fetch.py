@@ -10,7 +10,7 @@ from pathlib import Path
 from settings.errors import InvalidInput
 from storage.objects.digests import DIGEST_FILE, seal_folder
 from storage.objects.hub import fetch_from_hub
-from trainers.model.stored import stored_in
+from trainers.model.weight_index import stored_in
 
 _WEIGHTS = "*.safetensors"
 _WANTED = ["*.json", _WEIGHTS, "*.jinja", "*.txt", "*.model"]

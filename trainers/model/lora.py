@@ -26,7 +26,8 @@ from settings.errors import InvalidInput
 from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE, seal_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from trainers.model.distributed import copy_into, full
-from trainers.model.stored import INDEX_FILE, as_stored, stored_dtypes, write_weights
+from trainers.model.stored import as_stored, stored_dtypes, write_weights
+from trainers.model.weight_index import INDEX_FILE
 
 _SAVED_PREFIX = "base_model.model."  # peft's name of the model around the model
 _NAME = "default"  # of the only adapter

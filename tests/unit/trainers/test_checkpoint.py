@@ -30,7 +30,8 @@ from trainers.data.samples import Samples
 from trainers.model.attention import Layout
 from trainers.model.lora import merge_adapter, saved_name
 from trainers.model.model import load_model
-from trainers.model.stored import refuse_unstored, stored_in
+from trainers.model.stored import refuse_unstored
+from trainers.model.weight_index import stored_in
 
 _SEQUENCE = [2, 7, 8, 4, 9, 3, 5]
 
