@@ -57,19 +57,16 @@ def as_stored(causal_lm: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict
 
 
 def refuse_unstored(causal_lm: nn.Module, folder: Path) -> None:
-    """Raise `InvalidInput` for a model that computes with tensors which its files do not have, whose policies could
-    not be loaded as its files are, and for weights in a type that cannot hold trained values."""
+    """Raise `InvalidInput` for a model that computes with other tensors than its files hold, as with fused experts:
+    vLLM 0.32 does not reload their parts in place. And for weights in a type that cannot hold trained values."""
     what, stored = f"{folder}: {type(causal_lm).__name__}", stored_dtypes(folder)
-    parameters = {name: parameter.to("meta") for name, parameter in causal_lm.named_parameters()}
-    tied = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)} - parameters.keys()
-    names = as_stored(causal_lm, parameters).keys()
-    if missing := names - stored.keys() - tied:
+    names = {name for name, _ in causal_lm.named_parameters()}
+    if other := names - stored.keys():
         raise InvalidInput(
-            f"{what} computes with {min(missing)}, which is not in its files: transformers would draw it at random, "
-            "and an engine could not load its policies. Save the model with this version's save_pretrained, or train "
-            "adapters (train.lora)"
+            f"{what} stores its weights under other names than it computes with ({min(other)} is not in its files), so "
+            "its policies could not be served; train adapters (train.lora), or use a model without experts"
         )
-    if narrow := {name for name in names & stored.keys() if stored[name] not in TRAINABLE}:
+    if narrow := {name for name in names if stored[name] not in TRAINABLE}:
         raise InvalidInput(
             f"{what} stores {min(narrow)} as {str(stored[min(narrow)]).removeprefix('torch.')}, which cannot hold "
             "trained weights; use the model in bfloat16 or float32"

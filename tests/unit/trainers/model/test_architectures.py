@@ -1,5 +1,6 @@
 """Every architecture that loads: a policy has what its base stores. Every other one: why it does not load."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,10 @@ def _made(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
 def test_a_policy_has_every_tensor_of_its_base_and_goes_back_into_the_model(tmp_path: Path, model_type: str) -> None:
     stored = _made(tmp_path / "base", _tiny(model_type))
     model = load_model(tmp_path / "base")
-    refuse_unstored(model.causal_lm, tmp_path / "base")
+    is_fused = {name for name, _ in model.causal_lm.named_parameters()} - stored.keys()
+    # Such a policy is written and read as any other; the engine cannot take it in.
+    with pytest.raises(InvalidInput, match="stores its weights under other names") if is_fused else nullcontext():
+        refuse_unstored(model.causal_lm, tmp_path / "base")
     save_policy(model, tmp_path / "base", tmp_path / "untrained")
     untrained = load_file(tmp_path / "untrained/model.safetensors")
     assert untrained.keys() == stored.keys()
