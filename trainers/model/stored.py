@@ -28,7 +28,7 @@ TRAINABLE = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float
 
 def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """Name and type of every tensor; `config.json` need not name a type, or may name another."""
-    dtypes = {}
+    dtypes: dict[str, torch.dtype] = {}
     for file, names in _by_file(stored_in(folder)):
         with safe_open(str(file), framework="pt") as weights:
             dtypes |= {name: _TYPES[weights.get_slice(name).get_dtype()] for name in names}

@@ -41,6 +41,8 @@ def _tiny(model_type: str, **changes: Any) -> PreTrainedConfig:
     sizes = {name: value for name, value in {**_SIZES, **changes}.items() if name in known}
     if "qk_rope_head_dim" in known:  # heads of two parts, all of them of their own
         sizes = {**sizes, "num_key_value_heads": 4, "head_dim": 8}
+    if model_type == "youtu":  # transformers makes the padding token's row 0 whenever it loads one
+        sizes = {**sizes, "pad_token_id": None}
     return AutoConfig.for_model(model_type, **sizes)
 
 
