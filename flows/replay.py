@@ -41,15 +41,17 @@ async def replay(
     plan, saved = check_replay(store=store, run=run, first=first, last=last, rewards=rewards, save=save)
     config = make_config(saved, source=f"run {run}")
     changed = with_training_changes(config, changes or {})
-    if changed.train.reference.model:
-        check_model(changed.train.reference.model)
+    teacher = changed.train.reference.model
+    is_another = teacher != config.train.reference.model and bool(teacher)
+    if is_another:
+        check_model(teacher)
     async with reading_session(changed, store=store, what="replay", trains=True) as session:
         # Where to compute is no part of the maths: it holds for the steps before the span too.
         where = {"train.device": changed.train.device, "train.num_ranks": changed.train.num_ranks}
         recorded = with_training_changes(config, where)
-        if changed.train.reference.model:
-            await provide_reference(session, model=changed.train.reference.model)
-        loaded = await start_replay(session, plan=plan, recorded=recorded, changed=changed, rewards=rewards)
+        reference = await provide_reference(session, model=teacher) if is_another else ""
+        chosen = {"rewards": rewards, "reference": reference}
+        loaded = await start_replay(session, plan=plan, recorded=recorded, changed=changed, **chosen)
 
         def progress(step: int) -> str:
             return f"{step - loaded} of {plan.last - loaded}"

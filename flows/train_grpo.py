@@ -25,7 +25,7 @@ from prefect import flow
 from settings.places.run_paths import absolute_paths
 from settings.run_file import RunConfig, Settings, make_config
 from settings.tracking import TrackingSettings
-from tasks.base_model import provide_base_model, provide_reference
+from tasks.base_model import provide_base_model
 from tasks.checks.preflight import CHECKED, check_run
 from tasks.control import listening, resumed
 from tasks.evaluation import try_gate
@@ -99,8 +99,6 @@ async def something_is_left(session: RunSession, config: RunConfig) -> bool:
 async def start(session: RunSession, config: RunConfig) -> None:
     """Base policy first, then engines and trainer at the same time."""
     await provide_base_model(session, config=config)
-    if config.train.reference.model:
-        await provide_reference(session, model=config.train.reference.model)
     session.fleet.check_transfer()
     workers = [session.fleet.next_name() for _ in range(config.rollout.num_workers)]
     evaluators = ["evaluator-0"] if config.evaluation.own_engine else []

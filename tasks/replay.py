@@ -37,9 +37,16 @@ def check_replay(
 
 @task(name="start-replay", persist_result=False)
 async def start_replay(
-    session: RunSession, *, plan: ReplayPlan, recorded: RunConfig, changed: RunConfig, rewards: str
+    session: RunSession,
+    *,
+    plan: ReplayPlan,
+    recorded: RunConfig,
+    changed: RunConfig,
+    rewards: str,
+    reference: str = "",
 ) -> int:
-    """Load the nearest saved state before the span; returns its step, 0 for the base policy."""
+    """Load the nearest saved state before the span; returns its step, 0 for the base policy. `reference` is the store's
+    folder of the span's reference model, if that is another than the run's."""
     # Once more: retention may have taken what the plan needs before this session began.
     plan = plan_replay(session.log.refresh(), run=session.log.run_id, first=plan.first, last=plan.last, rewards=rewards)
     # Hosted as the trainer is: other threads, or ranks, would add up in another order.
@@ -51,6 +58,7 @@ async def start_replay(
         recorded=recorded,
         changed=changed,
         rewards=rewards,
+        reference=reference,
     )
     logger.info("starting from %s", f"the state saved at step {loaded}" if loaded else "the base policy")
     return loaded

@@ -107,7 +107,7 @@ class TrainerHandle:
 
 def _give_up(claim: Claim, refused: RefusedShards) -> str:
     count = f"step {claim.step}: {REFUSALS} claims in a row were refused, so collecting more is of no use"
-    if not isinstance(refused, GapTooLarge):
+    if not isinstance(refused, GapTooLarge) or refused.unlikely:
         return f"{count}; the last one because of {refused}"
     gap = max(refused.gaps.values())
     return (

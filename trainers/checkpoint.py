@@ -6,14 +6,17 @@ the optimizer bit for bit. Tensors are stored whole, so another number of ranks 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from settings.errors import InvalidInput, counted
 from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE, seal_folder, verify_folder
@@ -21,49 +24,44 @@ from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from trainers.model.distributed import copy_into, full, num_ranks
 from trainers.model.lora import has_adapters, read_adapter, saved_name, write_adapter
 from trainers.model.model import PolicyModel
-from trainers.model.stored import stored_names, stored_weights
+from trainers.model.stored import TRAINABLE, as_stored, stored_dtypes, write_weights
+from trainers.model.weight_index import INDEX_FILE
 from trainers.trainer import Trainer
 
 logger = logging.getLogger("millrace.trainer")
 
 _STATE, _CRITIC = "state.safetensors", "critic."
-_INDEX = "model.safetensors.index.json"
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", DIGEST_FILE, _INDEX)
+_NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", DIGEST_FILE)
 
 
-def refuse_other_names(model: PolicyModel, base_folder: Path) -> None:
-    """Raise `ValueError` for a model that computes with other tensors than its files hold, as with fused experts: vLLM
-    would not load its policies as it loads the base model."""
-    other = set() if has_adapters(model) else _named_weights(model).keys() - stored_names(base_folder)
-    if other:
-        raise InvalidInput(
-            f"{base_folder}: {type(model.causal_lm).__name__} stores its weights under other names than it computes "
-            f"with ({min(other)} is not in its files), so its policies could not be served; train adapters "
-            "(train.lora), or use a model without experts"
-        )
-
-
-def save_policy(model: PolicyModel, base_folder: Path, folder: Path | None, *, dtype: torch.dtype) -> str:
+def save_policy(
+    model: PolicyModel, base_folder: Path, folder: Path | None, *, dtypes: Mapping[str, torch.dtype] | None = None
+) -> str:
     """Write the weights beside the base model's configuration and tokenizer; returns the weights digest.
 
-    Of a model with adapters only these are written, in peft's format. Equal weights give equal digests. Every rank must
-    call it, for shards are gathered; those that do not write pass no folder, and get an empty digest.
+    The file has every tensor that the base model's files have, in its type there, or those of `dtypes`, which a run
+    that began before has. Of a model with adapters only these are written, in peft's format. Equal weights give equal
+    digests. Every rank must call it, for shards are gathered; those that do not write pass no folder, and get an empty
+    digest.
     """
     if has_adapters(model):
         write_adapter(model.causal_lm, folder, base=base_folder.name)
         return seal_folder(folder) if folder is not None else ""
+    dtypes = stored_dtypes(base_folder) if dtypes is None else dtypes
+    # Already here in the type of the file, for float32 may not fit; what is fused of several has a type for all.
+    common = functools.reduce(torch.promote_types, TRAINABLE.intersection(dtypes.values()))
     tensors = {}
-    for name, tensor in _named_weights(model).items():
-        whole = full(tensor)
-        if folder is not None:
-            tensors[name] = whole.to(dtype).contiguous()
+    for name, parameter in model.causal_lm.named_parameters():
+        whole = full(parameter)
+        if folder is not None and parameter.requires_grad:
+            tensors[name] = whole.to(dtypes.get(name, common))
     if folder is None:
         return ""
     folder.mkdir(parents=True)
     for file in base_folder.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             shutil.copy(file, folder / file.name)
-    save_file(tensors, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
+    write_weights(as_stored(model.causal_lm, tensors), base_folder, folder / WEIGHTS_FILE, dtypes=dtypes)
     return seal_folder(folder)
 
 
@@ -143,12 +141,14 @@ def save_average(state_folder: Path, policy_folder: Path, folder: Path) -> str:
     average = {name.removeprefix("ema/"): tensor for name, tensor in tensors.items() if name.startswith("ema/")}
     if not average:
         raise InvalidInput("no moving average was kept; train with train.ema, such as 0.99")
-    file = ADAPTER_WEIGHTS if has_adapter(policy_folder) else WEIGHTS_FILE
-    saved_as = {saved_name(name): tensor for name, tensor in average.items()}
-    policy = stored_weights(policy_folder)
-    shutil.copytree(policy_folder, folder, ignore=shutil.ignore_patterns(DIGEST_FILE, "*.safetensors", _INDEX))
-    weights = {name: saved_as[name].to(tensor.dtype).contiguous() for name, tensor in policy.items()}
-    save_file(weights, str(folder / file), metadata={"format": "pt"})
+    shutil.copytree(policy_folder, folder, ignore=shutil.ignore_patterns(DIGEST_FILE, "*.safetensors", INDEX_FILE))
+    if has_adapter(policy_folder):
+        weights = {saved_name(name): tensor.contiguous() for name, tensor in average.items()}
+        save_file(weights, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
+    else:
+        causal_lm = AutoModelForCausalLM.from_pretrained(str(policy_folder), dtype=torch.float32)
+        weights = as_stored(causal_lm, {saved_name(name): tensor for name, tensor in average.items()})
+        write_weights(weights, policy_folder, folder / WEIGHTS_FILE, dtypes=stored_dtypes(policy_folder))
     return seal_folder(folder)
 
 
@@ -159,9 +159,10 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
     if has_adapters(model):
         read_adapter(model.causal_lm, folder)
         return
-    tensors = stored_weights(folder)
-    for name, parameter in _named_weights(model).items():
-        copy_into(parameter, tensors[name].to(parameter.dtype))
+    with torch.random.fork_rng():  # what a policy lacks, as a buffer, is drawn, and must not move the run's stream
+        saved = dict(AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).named_parameters())
+    for name, parameter in model.causal_lm.named_parameters():
+        copy_into(parameter, saved[name].to(parameter.dtype))
 
 
 def _trained(trainer: Trainer, *, with_critic: bool) -> list[tuple[str, nn.Parameter, torch.optim.AdamW]]:
@@ -171,8 +172,3 @@ def _trained(trainer: Trainer, *, with_critic: bool) -> list[tuple[str, nn.Param
     if with_critic and (critic := trainer.critic) is not None:
         trained += [(_CRITIC + name, weight, critic.optimizer) for name, weight in critic.model.named_parameters()]
     return trained
-
-
-def _named_weights(model: PolicyModel) -> dict[str, torch.Tensor]:
-    """Weights by HF name; an output matrix tied to the embeddings is left out, as HF does."""
-    return dict(model.causal_lm.named_parameters())

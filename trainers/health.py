@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from settings.errors import UserError
+from settings.errors import UserError, counted
 from settings.places.hints import command
 from storage.log.promotion import GAP
 from trainers.refusals import RefusedShards
@@ -34,25 +34,34 @@ _FIRST, _LAST = -9 * _BINS_PER_DECADE, 3 * _BINS_PER_DECADE
 _EDGES = 10.0 ** (np.arange(_FIRST, _LAST + 1) / _BINS_PER_DECADE)
 """From 1e-9 to 1e3 nats. A quantile read from bins of this width is at most 6 % too large, on any number of ranks."""
 _ROWS_NAMED = 8
+MOST_UNLIKELY = 30.0
+"""Nats. An engine that has sampled a token gave it a probability: one that is smaller than the trainer's by a factor of
+e^30 = 10^13 it cannot have drawn, whatever the mean over the shard is; of an earlier policy's token by e^60."""
 
 
 class GapTooLarge(RefusedShards):
     """Engine and trainer give the same tokens too different probabilities under one policy. Nothing was trained."""
 
-    def __init__(self, gaps: dict[str, float], max_gap: float) -> None:
-        """`gaps` is the mean |difference| in nats per token of each shard above `max_gap`."""
-        super().__init__(
-            {
-                shard_id: f"{GAP} {gap:.3g} nats per token, above train.max_gap = {max_gap:g}: the engine that sampled "
-                "it held other weights than its policy version says, or computes the model differently"
-                for shard_id, gap in gaps.items()
-            }
+    def __init__(self, gaps: dict[str, float], max_gap: float, unlikely: Mapping[str, int] | None = None) -> None:
+        """`gaps` is the mean |difference| in nats per token of each refused shard; `unlikely` counts the tokens of some
+        of them that their engine cannot have sampled with what it says."""
+        self.gaps, self.max_gap, self.unlikely = gaps, max_gap, dict(unlikely or {})
+        super().__init__({shard_id: self._reason(shard_id) for shard_id in gaps})
+
+    def _reason(self, shard_id: str) -> str:
+        gap = f"{GAP} {self.gaps[shard_id]:.3g} nats per token, above train.max_gap = {self.max_gap:g}"
+        if count := self.unlikely.get(shard_id):
+            gap = (
+                f"{GAP} more than {MOST_UNLIKELY:g} nats at {counted(count, 'token')}, {self.gaps[shard_id]:.3g} on "
+                "average, and no engine samples a token that it finds so unlikely"
+            )
+        return (
+            f"{gap}: the engine that sampled it held other weights than its policy version says, or computes the model "
+            "differently"
         )
-        self.gaps = gaps
-        self.max_gap = max_gap
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GapTooLarge, (self.gaps, self.max_gap)
+        return GapTooLarge, (self.gaps, self.max_gap, self.unlikely)
 
 
 class NonFinite(UserError):
@@ -85,6 +94,7 @@ class Gap:
     k3: float  # mean of ρ − 1 − ln ρ with ρ = exp Δ, an estimate of KL(engine ‖ trainer) that is never negative
     mean_S: np.ndarray  # of each shard: the mean of |Δ| times the weights of `gap_weights`, NaN without a token
     tokens_S: np.ndarray  # how many tokens of each shard were looked at
+    unlikely_S: np.ndarray  # how many tokens of each shard the engine finds too unlikely to have sampled them
 
     def metrics(self) -> dict[str, float]:
         """Empty if there was nothing to compare."""
@@ -94,14 +104,18 @@ class Gap:
         return {**gap, "engine_gap_tokens": float(self.num_tokens)}
 
     def check(self, shard_ids: Sequence[str], *, max_gap: float) -> None:
-        """Raise `GapTooLarge` naming the shards whose mean is above `max_gap`, `NonFinite` for NaN and infinity: the
-        engine's numbers are finite (`trainers.refusals`), so the trainer's own weights are ruined."""
+        """Raise `GapTooLarge` naming the shards whose mean is above `max_gap`, or with a single token that cannot be;
+        `NonFinite` for NaN and infinity: the engine's numbers are finite (`trainers.refusals`), so the trainer's own
+        weights are ruined. With an infinite `max_gap` nothing is too large."""
         looked_S = self.tokens_S > 0
         if len(ruined := np.flatnonzero(looked_S & ~np.isfinite(self.mean_S))):
             raise NonFinite("a log-probability by the trainer", [f"shard {shard_ids[shard]}" for shard in ruined])
-        wrong = np.flatnonzero(looked_S & (self.mean_S > max_gap))
+        is_unlikely_S = (self.unlikely_S > 0) & np.isfinite(max_gap)
+        wrong = np.flatnonzero(is_unlikely_S | (looked_S & (self.mean_S > max_gap)))
         if len(wrong):
-            raise GapTooLarge({shard_ids[shard]: float(self.mean_S[shard]) for shard in wrong}, max_gap)
+            gaps = {shard_ids[shard]: float(np.nan_to_num(self.mean_S[shard])) for shard in wrong}
+            unlikely = {shard_ids[shard]: int(self.unlikely_S[shard]) for shard in wrong if is_unlikely_S[shard]}
+            raise GapTooLarge(gaps, max_gap, unlikely)
 
 
 def gap_weights(
@@ -142,7 +156,9 @@ class GapMeter:
         columns = ([values.cpu().numpy() for values in column] for column in zip(*self._packs, strict=True))
         logprobs_T, sampled_T, weights_T, shards_T = map(np.concatenate, columns) if self._packs else [np.zeros(0)] * 4
         looked_T = weights_T > 0
-        delta_N = logprobs_T[looked_T].astype(np.float64) - sampled_T[looked_T]
+        delta_T = logprobs_T.astype(np.float64) - sampled_T  # never above 0 where nothing was sampled
+        unlikely_T = delta_T * np.maximum(weights_T, 0.5) > MOST_UNLIKELY
+        delta_N = delta_T[looked_T]
         weights_N, shards_N = weights_T[looked_T], shards_T[looked_T].astype(np.int64)
         size_N, fresh_N = np.abs(delta_N), weights_N == 1
         with np.errstate(over="ignore"):
@@ -151,10 +167,12 @@ class GapMeter:
             np.bincount(_bins(size_N[fresh_N]), minlength=len(_EDGES) + 1).astype(np.float64),
             np.bincount(shards_N, minlength=self._num_shards).astype(np.float64),
             np.bincount(shards_N, weights=size_N * weights_N, minlength=self._num_shards),
+            np.bincount(shards_T[unlikely_T].astype(np.int64), minlength=self._num_shards).astype(np.float64),
             np.array([fresh_N.sum(), size_N[fresh_N].sum(), k3_N.sum()]),
         ]
         ends = np.cumsum([len(part) for part in parts])[:-1]
-        histogram, tokens_S, size_S, (num_fresh, size, k3) = np.split(sum_over_ranks(np.concatenate(parts)), ends)
+        summed = np.split(sum_over_ranks(np.concatenate(parts)), ends)
+        histogram, tokens_S, size_S, unlikely_S, (num_fresh, size, k3) = summed
         num_tokens, reached = int(num_fresh), np.cumsum(histogram)
         # The upper edge of the bin in which the values, counted from the smallest, reach 99 % of all.
         p99 = np.append(_EDGES, np.inf)[np.searchsorted(reached, 0.99 * reached[-1])] if reached[-1] else 0.0
@@ -165,6 +183,7 @@ class GapMeter:
             k3=float(k3 / max(1, num_tokens)),
             mean_S=np.divide(size_S, tokens_S, out=np.full(self._num_shards, np.nan), where=tokens_S > 0),
             tokens_S=tokens_S,
+            unlikely_S=unlikely_S,
         )
 
 

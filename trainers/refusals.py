@@ -24,6 +24,9 @@ from settings.train import TrainSettings
 from storage.objects.digests import sha256_of_json
 from trainers.data.samples import Samples
 
+SMALLEST_LOGPROB = float(np.log(np.finfo(np.float32).tiny))
+"""−87: of the smallest probability of float32's full precision. Less is 0 where tokens are drawn."""
+
 
 class RefusedShards(Exception):
     """Shards that must not be trained. Raised before anything changes; quarantine them and go on."""
@@ -96,6 +99,11 @@ def refuse_shards(
     refuse(
         rows_with(mask_T & ~(np.isfinite(samples.logprobs_T) & (samples.logprobs_T <= 0))),
         "sampled tokens lack their log-probability; the producer must ask its engine for the sampled token's logprob",
+    )
+    refuse(
+        rows_with(mask_T & (samples.logprobs_T < SMALLEST_LOGPROB)),
+        f"it has sampled tokens with a log-probability below {SMALLEST_LOGPROB:.0f}, which no engine can have sampled; "
+        "start its producer again, with another engine if that does not help",
     )
     refuse(
         rows_with(mask_T & (samples.versions_T > base_version)),

@@ -29,12 +29,22 @@ from trainers.run_trainer import RunTrainer
 class ReplayWorker:
     """Trains a plan's steps again, one call each. Made by `open`; call `close` at the end."""
 
-    def __init__(self, trainer: RunTrainer, plan: ReplayPlan, *, changed: RunConfig, rewards: str, opened: int) -> None:
+    def __init__(
+        self,
+        trainer: RunTrainer,
+        plan: ReplayPlan,
+        *,
+        changed: RunConfig,
+        rewards: str,
+        reference: str,
+        opened: int,
+    ) -> None:
         self._trainer = trainer
         self._log = trainer.log
         self._plan = plan
         self._changed = changed
         self._rewards = rewards
+        self._reference = reference
         self._scratch = Path(tempfile.mkdtemp(prefix="millrace-replay-"))
         self.opened = opened
         """The step whose saved state was loaded; 0: the base policy."""
@@ -50,12 +60,13 @@ class ReplayWorker:
         changed: RunConfig,
         rewards: str,
         cache: str,
+        reference: str = "",
     ) -> ReplayWorker:
         """Load the nearest saved state before the span. `recorded` trains up to the span and `changed` inside it, on
-        the rescored rewards that `rewards` names."""
+        the rescored rewards that `rewards` names, and with the reference model in this folder of the store."""
         trainer = RunTrainer(open_run(open_store(store_uri), run_id), recorded, cache=Path(cache))
         loaded = trainer.load_nearest_state(plan.first - 1)
-        worker = cls(trainer, plan, changed=changed, rewards=rewards, opened=loaded)
+        worker = cls(trainer, plan, changed=changed, rewards=rewards, reference=reference, opened=loaded)
         if loaded == plan.first - 1:
             worker._enter_span()
         return worker
@@ -120,7 +131,7 @@ class ReplayWorker:
             self._trainer.save_state(self._scratch / "state", step=self._plan.first - 1, on_all=True)
             cache = self._trainer.cache
             del self._trainer  # two at a time may not fit into memory
-            self._trainer = RunTrainer(self._log, self._changed, cache=cache)
+            self._trainer = RunTrainer(self._log, self._changed, cache=cache, reference=self._reference)
             load_state(self._trainer.trainer, self._scratch / "state")
             shutil.rmtree(self._scratch / "state")
         self._trainer.save_policy(self._scratch / "start")

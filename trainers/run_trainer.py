@@ -8,6 +8,7 @@ and rank 0 alone writes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -26,16 +27,16 @@ from storage.log.entries import Claim, Policy, Step, to_json
 from storage.log.replay_plan import saved_steps
 from storage.log.run_log import RunLog
 from storage.log.runs import model_key
-from storage.objects.digests import DigestMismatch, sha256_of, verify_folder
+from storage.objects.digests import WEIGHTS_FILE, DigestMismatch, sha256_of, verify_folder
 from storage.policies.adapters import check_adapters
 from storage.policies.policies import PolicyReader
 from storage.shards.reward_sets import read_rewards, with_rewards
 from storage.shards.shards import DamagedShard, read_shard
 from storage.shards.turn_metrics import turn_metrics
-from trainers.checkpoint import load_state, load_weights, refuse_other_names, save_policy, save_state
+from trainers.checkpoint import load_state, load_weights, save_policy, save_state
 from trainers.data.samples import COLUMNS, Samples, gather_samples
 from trainers.model.distributed import agreed, num_ranks, on_every_rank, rank
-from trainers.model.stored import stored_dtype
+from trainers.model.stored import dtypes_in, refuse_unstored
 from trainers.refusals import refuse_long_rows, refuse_shards, tokenizer_sha256
 from trainers.trainer import Trainer
 
@@ -45,8 +46,9 @@ logger = logging.getLogger("millrace.trainer")
 class RunTrainer:
     """A run's trainer, fed with the groups its log says were claimed."""
 
-    def __init__(self, log: RunLog, config: RunConfig, *, cache: Path) -> None:
-        """Start from the base policy. Raises `storage.objects.digests.DigestMismatch` if its folder is altered, and
+    def __init__(self, log: RunLog, config: RunConfig, *, cache: Path, reference: str = "") -> None:
+        """Start from the base policy. `reference` is the store's folder of another reference model than the one that
+        the run began with. Raises `storage.objects.digests.DigestMismatch` if its folder is altered, and
         `ValueError` for a model that cannot be trained or written."""
         torch.manual_seed(config.seed)
         self.log = log
@@ -55,17 +57,18 @@ class RunTrainer:
         self.policies = PolicyReader(log, cache)
         self._base_folder = self.policies.fetch(log.state.policies[0])
         self._base_tokenizer = tokenizer_sha256(self._base_folder)
-        self.trainer = Trainer(self._base_folder, config, reference=self._reference())
-        self._dtype = stored_dtype(self._base_folder)
-        refuse_other_names(self.trainer.model, self._base_folder)
+        self.trainer = Trainer(self._base_folder, config, reference=self._reference(reference))
+        if config.train.lora is None:
+            refuse_unstored(self.trainer.model.causal_lm, self._base_folder)
+        self._dtypes = self._published_dtypes()
 
-    def _reference(self) -> Path | None:
+    def _reference(self, path: str) -> Path | None:
         """The folder of the policy that `train.reference` names; None for none, and for the base under adapters. Raises
         `ValueError` for another tokenizer, `storage.objects.digests.DigestMismatch` for an altered folder."""
         reference = self.config.train.reference
         if reference.kind != "model":
             return self._base_folder if reference.kind == "base" else None
-        folder = self._fetch(model_key(reference.model))
+        folder = self._fetch(path or self.log.state.policies[0].reference or model_key(reference.model))
         verify_folder(folder)
         if tokenizer_sha256(folder) != self._base_tokenizer:
             raise InvalidInput(
@@ -73,6 +76,19 @@ class RunTrainer:
                 "it cannot judge the same tokens; name a model of the same family"
             )
         return folder
+
+    def _published_dtypes(self) -> dict[str, torch.dtype] | None:
+        """The tensors and types that the run's policies have; None if it has none yet. Runs that began with an earlier
+        version wrote all in one type, and not all that the base stores: so they go on, and are replayed bit for bit."""
+        state = self.log.state
+        for version, policy in sorted(state.policies.items(), reverse=True):
+            if policy.anchor is None and not self.is_base(policy) and version not in state.retired_policies:
+                with (
+                    contextlib.suppress(FileNotFoundError),
+                    self.log.store.open_input(f"{policy.path}/{WEIGHTS_FILE}") as file,
+                ):
+                    return dtypes_in(file)
+        return None
 
     def load_nearest_state(self, at_most: int) -> int:
         """Load the newest saved state of the steps up to `at_most`; returns its step, 0 for the base policy. Raises
@@ -190,7 +206,7 @@ class RunTrainer:
         """Write the weights as a sealed folder in HF layout; returns their digest. Rank 0 writes, and all get it."""
         target = None if rank() else folder
         model, base = self.trainer.model, self._base_folder
-        return on_every_rank(lambda: save_policy(model, base, target, dtype=self._dtype))[0]
+        return on_every_rank(lambda: save_policy(model, base, target, dtypes=self._dtypes))[0]
 
     def save_state(self, folder: Path, *, step: int, on_all: bool = False) -> None:
         """Write everything the next step depends on: rank 0 does, or `on_all` ranks do, each its own copy."""

@@ -27,7 +27,7 @@ from settings.train import TrainSettings
 from trainers.critic import Critic
 from trainers.data.samples import Samples
 from trainers.data.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
-from trainers.health import FiniteCheck, GapMeter, NonFinite, rows_to_probe
+from trainers.health import MOST_UNLIKELY, FiniteCheck, GapMeter, NonFinite, rows_to_probe
 from trainers.kept_policy import KeptPolicy
 from trainers.model.batches import Pack, Spread, attention_length, packs_of
 from trainers.model.distributed import choose_device, keep_freed_memory, shard, start_process_group, sum_over_ranks
@@ -220,11 +220,16 @@ class Trainer:
                 sums |= self.critic.backward(pack)
             totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
         bad = finite.bad_rows(samples.offsets, sum_over_ranks=self._sum)
-        if len(bad):
-            raise NonFinite("the loss or a log-probability", samples.names(bad), number)
         gap: dict[str, float] = {}
         if number == 0:
-            gap = self._gap(batch, rows, meter, max_gap=max_gap)
+            try:
+                # Before anything else: what an engine reports wrongly makes a loss infinite too.
+                gap = self._gap(batch, rows, meter, max_gap=max_gap)
+            except NonFinite:
+                if not len(bad):  # else its rows are named, below
+                    raise
+        if len(bad):
+            raise NonFinite("the loss or a log-probability", samples.names(bad), number)
         norms = self._apply(samples.names(rows), number=number, trains_policy=trains_policy)
         keys = sorted(totals)
         of_all_ranks = self._sum(np.array([totals[key] for key in keys])).tolist()
@@ -281,8 +286,10 @@ class Trainer:
     def _gap(self, batch: StepBatch, measured: np.ndarray, meter: GapMeter, *, max_gap: float) -> dict[str, float]:
         """The gap to the engine, before the first update; `meter` has the first mini-batch, whose rows are `measured`.
 
-        A shard that it has no row of gets one here; one of which only an earlier policy's tokens can be compared, a few
-        under that policy, if it is the kept one. In their place the base policy is kept when such a shard is met."""
+        A shard that it has no row of gets one here, and every row with a token that its engine finds very unlikely:
+        what is wrong must show before the first update. A shard of which only an earlier policy's tokens can be
+        compared gets a few under that policy, if it is the kept one. In their place the base policy is kept when such a
+        shard is met."""
         started, samples = time.perf_counter(), batch.samples
         if len(samples.shards_B):
             self._probe(batch, np.isin(np.arange(samples.num_rows), measured), meter, weights="gap_weights")
@@ -304,6 +311,9 @@ class Trainer:
         samples = batch.samples
         counted_B = np.maximum.reduceat(batch.values[weights], samples.offsets[:-1]) > 0
         rows = rows_to_probe(samples.shards_B, counted_B, measured_B, per_shard=per_shard)
+        if weights == "gap_weights":
+            odd_B = np.minimum.reduceat(np.where(samples.mask_T, samples.logprobs_T, 0), samples.offsets[:-1])
+            rows = np.union1d(rows, np.flatnonzero((odd_B < -MOST_UNLIKELY) & ~measured_B))
         for pack in self._packs(samples, rows, mask_T=batch.trained_T, values=batch.values) if len(rows) else ():
             logprobs, _ = self._forward(self.model, pack)
             if not pack.is_idle:

@@ -96,6 +96,9 @@ class Policy:
     """Version it was trained from; None for the base model."""
     anchor: int | None = None
     """Version that the folder's `delta.safetensors` is a difference to; None if the folder has whole weights."""
+    reference: str = ""
+    """Folder in the store with the model that `train.reference.model` named when the run began; empty without one, and
+    in logs from before this was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,8 @@ def remove_run(log: RunLog) -> None:
 
 
 def model_key(model: str) -> str:
-    """Where the store keeps a model that a user names by folder or hub id."""
+    """Where the store keeps a reference model of a run whose log does not say: earlier versions named it by the string
+    that a user gave."""
     return f"models/{Path(model).name}-{sha256_of_json(model)[:8]}"
 
 

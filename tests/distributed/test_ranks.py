@@ -177,7 +177,7 @@ def _rank_main(folder: Path) -> None:
     _run_scenarios(folder, results)
     _resume(folder, results, folder / "one" / "state")
     trainer = _first_step(folder, results / "state")
-    save_policy(trainer.model, folder / "model", results / "policy", dtype=torch.float32)
+    save_policy(trainer.model, folder / "model", results / "policy")
     dist.barrier()
     dist.destroy_process_group()
 

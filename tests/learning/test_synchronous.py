@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from infra.user_code import path_of
 from rollouts.chat.chat import Chat
@@ -107,7 +106,7 @@ async def _plain_loop(log: RunLog, model: Path, scratch: Path) -> str:
         claimed = [ClaimedGroup(shard_id=shard.id, group_id=group.id) for group in groups]
         samples = gather_samples(claimed, {shard.id: read_shard(log, shard, columns=COLUMNS)})
         trainer.step(samples, step=step, base_version=step - 1, max_staleness=0)
-        engine.weights = save_policy(trainer.model, model, scratch / str(step), dtype=torch.float32)
+        engine.weights = save_policy(trainer.model, model, scratch / str(step))
     return engine.weights
 
 

@@ -5,30 +5,37 @@ In: a path or a hub id. Out: configuration, safetensors weights and tokenizer, s
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from settings.errors import InvalidInput
-from storage.objects.digests import seal_folder
+from storage.objects.digests import DIGEST_FILE, seal_folder
 from storage.objects.hub import fetch_from_hub
+from trainers.model.weight_index import stored_in
 
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_WEIGHTS = "*.safetensors"
+_WANTED = ["*.json", _WEIGHTS, "*.jinja", "*.txt", "*.model"]
 
 
 def fetch_model(model: str, folder: Path) -> Path:
-    """Copy or download `model` into `folder`.
+    """Make `folder` one of links to the files of a local or downloaded `model`: of weights those alone that its index
+    names.
 
-    Raises `InvalidInput` if there are no safetensors weights, and as `fetch_from_hub`.
+    Raises `InvalidInput` if there are no safetensors weights, or not those that the index names; and as
+    `fetch_from_hub`.
     """
     source = Path(model).expanduser()
     if not source.is_dir():
         source = fetch_from_hub(model, "model", patterns=_WANTED)
+    if not list(source.glob(_WEIGHTS)):
+        raise InvalidInput(f"model {model!r} has no safetensors weights; convert it with transformers' save_pretrained")
+    try:
+        weights = set(stored_in(source).values())
+    except FileNotFoundError as error:
+        raise InvalidInput(f"model {model!r}: {error}") from error
     folder.mkdir(parents=True)
     for pattern in _WANTED:
         for file in source.glob(pattern):
-            shutil.copy(file, folder / file.name)
-    if not list(folder.glob("*.safetensors")):
-        raise InvalidInput(f"model {model!r} has no safetensors weights; convert it with transformers' save_pretrained")
-    (folder / "digest.json").unlink(missing_ok=True)
+            if file.name != DIGEST_FILE and (pattern != _WEIGHTS or file in weights):
+                (folder / file.name).symlink_to(file.absolute())
     seal_folder(folder)
     return folder

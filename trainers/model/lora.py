@@ -23,10 +23,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from settings.errors import InvalidInput
-from storage.objects.digests import DIGEST_FILE, seal_folder
+from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE, seal_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from trainers.model.distributed import copy_into, full
-from trainers.model.stored import stored_dtype
+from trainers.model.stored import as_stored, stored_dtypes, write_weights
+from trainers.model.weight_index import INDEX_FILE
 
 _SAVED_PREFIX = "base_model.model."  # peft's name of the model around the model
 _NAME = "default"  # of the only adapter
@@ -145,15 +146,13 @@ def read_adapter(causal_lm: nn.Module, folder: Path) -> None:
 
 def merge_adapter(base_folder: Path, adapter_folder: Path, folder: Path) -> str:
     """Write the base model with W + (alpha / rank) · B A in the place of W as a sealed folder in HF layout, merged in
-    float32 and stored in the type of the base's weights; returns the weights digest."""
+    float32 and stored in the types of the base's weights; returns the weights digest."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(str(base_folder), dtype=torch.float32)
     merged = PeftModel.from_pretrained(model, str(adapter_folder)).merge_and_unload(safe_merge=True)
-    merged.to(stored_dtype(base_folder)).save_pretrained(folder)
-    for file in base_folder.iterdir():
-        beside = file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json")
-        if beside and file.name != DIGEST_FILE and not (folder / file.name).exists():
-            shutil.copy(file, folder / file.name)
+    shutil.copytree(base_folder, folder, ignore=shutil.ignore_patterns(DIGEST_FILE, "*.safetensors", INDEX_FILE))
+    weights = as_stored(merged, dict(merged.named_parameters()))
+    write_weights(weights, base_folder, folder / WEIGHTS_FILE, dtypes=stored_dtypes(base_folder))
     return seal_folder(folder)

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from settings.errors import InvalidInput
-from trainers.model.attention import PACKED_ATTENTION, Layout
+from trainers.model.attention import Layout
 from trainers.model.logprobs import linear_logprobs
+from trainers.model.trial import replace_attention
 
 if TYPE_CHECKING:
     from settings.train import LoraSettings
@@ -110,12 +111,16 @@ def load_model(
     Raises `OSError` or `ValueError` when the folder is no HF model, and `ValueError` for an architecture without
     decoder layers, or one whose packed logprobs are not those of transformers' own forward pass.
     """
-    causal_lm = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, attn_implementation="eager")
+    causal_lm, told = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=dtype, attn_implementation="eager", output_loading_info=True
+    )
+    if drawn := set(told["missing_keys"]) & {name for name, _ in causal_lm.named_parameters()}:
+        raise InvalidInput(f"{folder} lacks {min(drawn)}, which {type(causal_lm).__name__} would draw at random")
     if not hasattr(getattr(causal_lm, "model", None), "layers"):
         raise InvalidInput(f"{folder}: {type(causal_lm).__name__} has no decoder layers under .model.layers")
     causal_lm.config.use_cache = False
     model = PolicyModel(causal_lm, logits_gib=logits_gib, compile=compile)
-    _replace_attention(model, folder)
+    replace_attention(model, folder)
     if lora is not None:
         from trainers.model.lora import add_adapters
 
@@ -127,46 +132,3 @@ def load_model(
         if activation_checkpointing:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     return model
-
-
-@torch.no_grad()
-def _replace_attention(model: PolicyModel, folder: Path) -> None:
-    """Switch to packed attention, and check on a few tokens that the model computes what it did before: models differ
-    in ways no list can hold, by attention sinks, soft caps, scaled logits, a bias on the output."""
-    causal_lm, refusal = model.causal_lm, f"{folder}: {type(model.causal_lm).__name__}"
-    change = "is trained wrongly by packing; use a model of the Llama, Qwen2 or Qwen3 architecture"
-    if what := _unseen_in_a_trial(causal_lm):
-        raise InvalidInput(f"{refusal} {what}; it {change}")
-    # More tokens than a short sliding window would let one see; any ids do.
-    vocabulary = causal_lm.get_output_embeddings().weight.shape[0]
-    ids = torch.arange(1, 15) % vocabulary
-    parts = ids.split([9, 5])
-    expected = torch.cat([causal_lm(input_ids=part[None], use_cache=False).logits[0] for part in parts]).float()
-    causal_lm.set_attn_implementation(PACKED_ATTENTION)
-    if causal_lm.config._attn_implementation != PACKED_ATTENTION:
-        raise InvalidInput(f"{refusal} does not let its attention be replaced; it {change}")
-    positions = torch.cat([torch.arange(len(part)) for part in parts])
-    targets = ids.roll(-1)
-    try:
-        logprobs, entropy = model(ids, targets, positions, Layout([9, 5], device=ids.device), 1.0)
-    except (TypeError, ValueError) as error:
-        raise InvalidInput(f"{refusal} {change} ({error})") from error
-    log_p = expected.log_softmax(-1)
-    tolerance = 1e-3 if next(causal_lm.parameters()).dtype in (torch.float32, torch.float64) else 0.5
-    gap = (logprobs - log_p.gather(1, targets[:, None])[:, 0]).abs().max()
-    if not gap < tolerance:
-        raise InvalidInput(f"{refusal}: log-probabilities of a pack are {gap:.2g} nats off; it {change}")
-
-
-def _unseen_in_a_trial(causal_lm: nn.Module) -> str:
-    """What a few tokens do not show, for it matters to long rows, or once the weights have grown; or nothing."""
-    config = causal_lm.config
-    if getattr(config, "final_logit_softcapping", None):
-        return "caps its logits (final_logit_softcapping)"
-    if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
-        return "has a bias on its output matrix"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)]  # or one a layer type
-    if by_length := {"dynamic", "longrope"}.intersection(kinds):
-        return f"rotates positions by the longest row of a pack (rope_type {by_length.pop()!r})"
-    return ""

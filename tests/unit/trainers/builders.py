@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from settings.run_file import RunConfig
@@ -61,6 +63,31 @@ def tiny_model(folder: Path, *, seed: int = 0, tied: bool = True, init_range: fl
     tokenizer.save_pretrained(folder)
     seal_folder(folder)
     return folder
+
+
+def full_model(folder: Path) -> dict[str, torch.Tensor]:
+    """A model in two files whose index names more than the trainer computes with, in more than one type, beside a file
+    that it does not name; returns what it names."""
+    tensors = load_file(tiny_model(folder, tied=True) / "model.safetensors")
+    tensors = {name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in tensors.items()}
+    tensors["model.norm.weight"] = 1 + torch.arange(32) / 1e5  # bfloat16 would make it 1
+    tensors |= {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),  # tied, and stored all the same
+        "mtp.layers.0.proj.weight": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "visual.blocks.0.counts": torch.arange(5),
+        "visual.scale": torch.tensor([float("nan")], dtype=torch.float16),
+    }
+    for file in (folder / "model.safetensors", folder / DIGEST_FILE):
+        file.unlink()
+    save_file({"a": torch.zeros(3, dtype=torch.float64)}, folder / "consolidated.safetensors")
+    names = sorted(tensors)
+    files = {"model-1.safetensors": names[:5], "model-2.safetensors": names[5:]}
+    for file_name, its in files.items():
+        save_file({name: tensors[name] for name in its}, folder / file_name, metadata={"format": "pt"})
+    weight_map = {name: file_name for file_name, its in files.items() for name in its}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    seal_folder(folder)
+    return tensors
 
 
 def load_causal_lm(folder: Path, *, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -224,12 +251,13 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max(float((a[name].detach() - b[name].detach()).abs().max()) for name in a)
 
 
-def new_run(root: Path, model: Path) -> RunLog:
+def new_run(root: Path, model: Path, *, reference: str = "") -> RunLog:
     """A run in a fresh store under `root` whose base policy is a copy of the folder `model`."""
     store = LocalStore(root / "store")
     log = create_run(store, "run", {})
     store.put_folder(model, "models/tiny", last=DIGEST_FILE)
-    log.append(Policy(version=0, path="models/tiny", weights_sha256=verify_folder(model), parent=None))
+    digest = verify_folder(model)
+    log.append(Policy(version=0, path="models/tiny", weights_sha256=digest, parent=None, reference=reference))
     return log
 
 

@@ -1,16 +1,20 @@
 """What is saved loads elsewhere, and a resumed optimizer takes the very step an uninterrupted one takes."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
+from settings.errors import InvalidInput
 from storage.objects.digests import DIGEST_FILE, DigestMismatch, seal_folder, verify_folder
 from tests.unit.trainers.builders import (
+    full_model,
     largest_difference,
     load_causal_lm,
     logprobs_alone,
@@ -20,11 +24,14 @@ from tests.unit.trainers.builders import (
     weights,
 )
 from tests.unit.trainers.naive import everything
-from trainers.checkpoint import load_state, load_weights, refuse_other_names, save_average, save_policy, save_state
+from trainers.checkpoint import load_state, load_weights, save_average, save_policy, save_state
 from trainers.data.packing import position_ids
 from trainers.data.samples import Samples
 from trainers.model.attention import Layout
+from trainers.model.lora import merge_adapter, saved_name
 from trainers.model.model import load_model
+from trainers.model.stored import refuse_unstored
+from trainers.model.weight_index import stored_in
 
 _SEQUENCE = [2, 7, 8, 4, 9, 3, 5]
 
@@ -36,7 +43,7 @@ def test_a_policy_folder_loads_in_transformers_with_the_same_logprobs(
     base = tiny_model(tmp_path / "base", tied=tied)
     trainer = trainer_of(base)
     take_step(trainer, samples)
-    digest = save_policy(trainer.model, base, tmp_path / "policy", dtype=torch.float32)
+    digest = save_policy(trainer.model, base, tmp_path / "policy")
     assert verify_folder(tmp_path / "policy") == digest != verify_folder(base)
 
     ids, length = torch.tensor(_SEQUENCE), [len(_SEQUENCE)]
@@ -48,10 +55,60 @@ def test_a_policy_folder_loads_in_transformers_with_the_same_logprobs(
     assert (found - before).abs().max() > 1e-4
     one, other = (AutoTokenizer.from_pretrained(folder).encode("1+2=") for folder in (tmp_path / "policy", base))
     assert one == other
-    # Without a step it is the base model's tensors, in the type it is asked to have.
-    save_policy(trainer_of(base).model, base, tmp_path / "untrained", dtype=torch.bfloat16)
-    saved, of_base = (load_file(folder / "model.safetensors") for folder in (tmp_path / "untrained", base))
-    assert largest_difference(saved, {name: tensor.bfloat16() for name, tensor in of_base.items()}) == 0
+
+
+_IS_TRAINED = re.compile(r"model\.|lm_head")
+
+
+def _assert_written(file: Path, base: dict[str, torch.Tensor], *, but: str = "") -> None:
+    """Every tensor of the base is there in its type; what is not trained, or whose name has `but`, bit for bit."""
+    policy = load_file(file)
+    assert {name: tensor.dtype for name, tensor in policy.items()} == {name: t.dtype for name, t in base.items()}
+    same = {name for name, t in base.items() if torch.equal(policy[name].view(torch.uint8), t.view(torch.uint8))}
+    assert {name for name in base if not _IS_TRAINED.match(name)} <= same
+    changed = {name for name in base if _IS_TRAINED.match(name) and (not but or but in name)}
+    assert changed and not changed & same
+    assert torch.equal(policy["lm_head.weight"], policy["model.embed_tokens.weight"])
+    assert (policy["model.norm.weight"] != policy["model.norm.weight"].bfloat16()).any()
+
+
+def test_a_policy_is_its_base_s_stored_tensors_with_the_trained_ones_in_their_place(
+    tmp_path: Path, samples: Samples
+) -> None:
+    base = full_model(tmp_path / "base")
+    trainer = trainer_of(tmp_path / "base", ema=0.5, learning_rate=0.1)
+    refuse_unstored(trainer.model.causal_lm, tmp_path / "base")
+    save_policy(trainer.model, tmp_path / "base", tmp_path / "untrained")
+    untrained = load_file(tmp_path / "untrained/model.safetensors")
+    assert all(torch.equal(untrained[n].view(torch.uint8), t.view(torch.uint8)) for n, t in base.items())
+    take_step(trainer, samples)
+    save_policy(trainer.model, tmp_path / "base", tmp_path / "policy")
+    _assert_written(tmp_path / "policy/model.safetensors", base)
+    assert [file.name for file in (tmp_path / "policy").glob("*.safetensors*")] == ["model.safetensors"]
+
+    save_state(trainer, tmp_path / "state", step=1)
+    save_average(tmp_path / "state", tmp_path / "policy", tmp_path / "average")
+    _assert_written(tmp_path / "average/model.safetensors", base)
+    trained = weights(trainer)
+    load_weights(trainer.model, tmp_path / "policy")
+    stored = load_file(tmp_path / "policy/model.safetensors")
+    assert largest_difference(weights(trainer), {n: stored[saved_name(n)].float() for n in trained}) == 0
+
+    adapted = trainer_of(tmp_path / "base", lora={"rank": 2}, learning_rate=0.1)
+    for step in (1, 2):
+        take_step(adapted, samples, step=step, max_staleness=2)
+    save_policy(adapted.model, tmp_path / "base", tmp_path / "adapter")
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    _assert_written(tmp_path / "merged/model.safetensors", base, but="_proj.weight")
+
+
+def test_a_policy_may_keep_the_names_and_types_of_a_run_that_began_before(tmp_path: Path) -> None:
+    base = full_model(tmp_path / "base")
+    model = trainer_of(tmp_path / "base").model
+    dtypes = {name: torch.bfloat16 for name, _ in model.causal_lm.named_parameters()}
+    save_policy(model, tmp_path / "base", tmp_path / "policy", dtypes=dtypes)
+    saved = load_file(tmp_path / "policy/model.safetensors")
+    assert largest_difference(saved, {name: base[name].bfloat16() for name in dtypes}) == 0
 
 
 def test_a_base_model_in_several_files_is_trained_averaged_and_gone_back_to(
@@ -62,7 +119,6 @@ def test_a_base_model_in_several_files_is_trained_averaged_and_gone_back_to(
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 1
     seal_folder(tmp_path / "base")
     trainer = trainer_of(tmp_path / "base", ema=0.5)
-    refuse_other_names(trainer.model, tmp_path / "base")
     before = weights(trainer)
     take_step(trainer, samples)
     save_state(trainer, tmp_path / "state", step=1)
@@ -74,13 +130,49 @@ def test_a_base_model_in_several_files_is_trained_averaged_and_gone_back_to(
     assert averaged.keys() == base.keys() and largest_difference(averaged, base) > 0
 
 
-def test_a_model_whose_policies_would_have_other_tensors_than_its_files_is_refused(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 6, "vocab_size": 40}
-    config = Qwen3MoeConfig(**sizes, **experts, num_attention_heads=4, num_key_value_heads=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM stores its weights under other names .*experts"):
-        refuse_other_names(load_model(tmp_path), tmp_path)
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"model.norm.weight": None}, "lacks model.norm.weight, which Qwen2ForCausalLM would draw at random"),
+        ({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}, "stores model.norm.weight as float8_e4m3fn"),
+        (
+            {"lm_head.weight": torch.ones(16, 32)},
+            "an output matrix of its own in its files, while",
+        ),
+    ],
+    ids=["missing", "too narrow", "tied to another"],
+)
+def test_a_base_that_could_not_be_written_as_it_is_read_is_refused(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], what: str
+) -> None:
+    file = tiny_model(tmp_path) / "model.safetensors"
+    stored = {**load_file(file), **change}
+    save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, file, metadata={"format": "pt"})
+    with pytest.raises(InvalidInput, match=what):
+        refuse_unstored(load_model(tmp_path).causal_lm, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "what"),
+    [
+        ({"a": "gone.safetensors"}, "lacks gone.safetensors, which model.safetensors.index.json names"),
+        ({"b": "other.safetensors"}, "other.safetensors lacks b, which"),
+        (None, "has model.safetensors and an index of other files"),
+        ("{", "is no index of weights"),
+    ],
+    ids=["no such file", "not in it", "both", "no JSON"],
+)
+def test_only_what_the_index_names_is_a_model_and_a_wrong_index_is_named(
+    tmp_path: Path, index: dict[str, str] | str | None, what: str
+) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "other.safetensors")
+    if index is None:
+        save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+        index = {"a": "other.safetensors"}
+    text = index if isinstance(index, str) else json.dumps({"weight_map": index})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises((InvalidInput, FileNotFoundError), match=what):
+        stored_in(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +185,7 @@ def test_equal_weights_have_equal_digests_and_others_do_not(
         trainer = trainer_of(tiny_folder, **settings)
         for step in range(1, num_steps + 1):
             take_step(trainer, samples, step=step)
-        return save_policy(trainer.model, tiny_folder, tmp_path / name, dtype=torch.float32)
+        return save_policy(trainer.model, tiny_folder, tmp_path / name)
 
     plain = {name: value for name, value in settings.items() if name == "lora"}
     assert digest_after(1, "a", **settings) == digest_after(1, "b", **plain) != digest_after(2, "c", **settings)

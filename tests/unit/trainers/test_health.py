@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,33 @@ def test_only_the_shard_that_is_too_far_off_is_named() -> None:
     assert caught.value.reasons.keys() == {"b"} and caught.value.reasons["b"].startswith(GAP)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "engine", "weight", "is_named"),
+    [
+        (-3.0, -200.0, 1.0, True),
+        (-3.0, -34.0, 1.0, True),
+        (-3.0, -32.0, 1.0, False),
+        (-3.0, -64.0, 0.0, True),  # of an earlier policy
+        (-3.0, -62.0, 0.0, False),
+        (-45.0, -45.0, 1.0, False),  # a grammar forced it, and both find it as unlikely
+        (-60.0, -3.0, 1.0, False),  # what the mean is for
+    ],
+)
+def test_a_single_token_counts_where_the_mean_over_its_shard_hides_it(
+    trainer: float, engine: float, weight: float, is_named: bool
+) -> None:
+    num_tokens = 10_000
+    logprobs_T, sampled_T = np.full(num_tokens, -1.0), np.full(num_tokens, -1.0)
+    logprobs_T[7], sampled_T[7] = trainer, engine
+    weights_T = np.ones(num_tokens)
+    weights_T[7] = weight
+    gap = _measure(logprobs_T, sampled_T, weights_T, np.arange(num_tokens) % 2)
+    assert gap.mean < 0.05 and gap.unlikely_S.tolist() == [0, is_named, 0]
+    gap.check(["a", "b"], max_gap=math.inf)  # nothing is judged
+    with pytest.raises(GapTooLarge, match="shard b: .* more than 30 nats at 1 token") if is_named else nullcontext():
+        gap.check(["a", "b"], max_gap=1.0)
+
+
 def test_a_gap_that_is_no_number_does_not_pass_and_a_shard_without_a_counted_token_is_not_judged() -> None:
     gap = _measure(np.array([np.nan]), np.array([-1.0]), np.array([True]), np.array([2]))
     assert gap.p99 == np.inf
@@ -144,7 +172,7 @@ def test_rows_with_nan_or_infinity_are_named(tokens: list[int], pack: dict[str, 
 
 
 def test_errors_keep_what_they_carry_on_the_way_to_another_process() -> None:
-    gap = pickle.loads(pickle.dumps(GapTooLarge({"s1": 2.5}, 1.0)))
+    gap = pickle.loads(pickle.dumps(GapTooLarge({"s1": 2.5}, 1.0, {"s1": 3})))
     assert (gap.gaps, gap.max_gap) == ({"s1": 2.5}, 1.0) and gap.reasons.keys() == {"s1"}
     names = [f"0.task{number}/1 (shard s0)" for number in range(10)]
     error = pickle.loads(pickle.dumps(NonFinite("the loss", names, 2)))

@@ -101,6 +101,7 @@ def test_good_shards_pass_whatever_stands_where_nothing_was_sampled() -> None:
         ({"logprobs_T": _with(_LOGPROBS, 7, np.nan)}, "lack their log-probability"),
         ({"logprobs_T": _with(_LOGPROBS, 8, -np.inf)}, "lack their log-probability"),
         ({"logprobs_T": _with(_LOGPROBS, 10, 0.5)}, "lack their log-probability"),
+        ({"logprobs_T": _with(_LOGPROBS, 8, -200.0)}, "log-probability below -87, which no engine can have sampled"),
         ({"versions_T": _with(np.tile([-1, 2, 3], 4), 11, 4)}, "a policy newer than version 3"),
         ({"offsets": np.array([0, 3, 6, 8, 12])}, "rows above the model's 3 positions"),
     ],

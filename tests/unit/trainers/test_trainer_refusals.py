@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from storage.log.runs import model_key
 from storage.objects.digests import DIGEST_FILE, seal_folder
@@ -120,6 +121,24 @@ def test_an_engine_that_disagrees_names_its_shard_and_touches_nothing(
     )  # the same trainer goes on
 
 
+@pytest.mark.parametrize("settings", [*_EVERY_KIND, {"loss": {"kind": "cispo"}}, {"num_minibatches": 3}], ids=str)
+@pytest.mark.parametrize(("version", "logprob"), [(1, -200.0), (1, -60.0), (0, -200.0), (0, -84.0)])
+def test_one_token_that_no_engine_can_have_sampled_is_its_shard_s_fault_and_not_the_policy_s(
+    tiny_folder: Path, rows: list[Row], settings: dict[str, Any], version: int, logprob: float
+) -> None:
+    # The policy's log-probability is about −3: the loss is infinite, or so large that the step would be ruined.
+    trainer = _after_a_step(tiny_folder, rows, settings)
+    before, fresh = everything(trainer), [dataclasses.replace(row, versions=[1] * len(row.reply)) for row in rows]
+    for place in (0, 4, len(rows) - 1):  # in the first mini-batch or a later one
+        row, broken = fresh[place], list(fresh)
+        one = {"logprobs": [*row.logprobs[:-1], logprob], "versions": [*row.versions[:-1], version]}
+        broken[place] = dataclasses.replace(row, **one)
+        with pytest.raises(GapTooLarge, match="more than 30 nats at 1 token, .* no engine samples a token") as error:
+            take_step(trainer, named_samples_of(broken, shards=2), step=2, max_staleness=9, max_gap=1e3)
+        assert list(error.value.reasons) == [f"shard-{row.group % 2}"]
+        _assert_as_before(trainer, before)
+
+
 def test_tokens_of_an_older_policy_are_no_gap_unless_no_step_explains_them(tiny_folder: Path) -> None:
     rows = random_rows(tiny_folder, noise=0.0)
     off = [dataclasses.replace(row, logprobs=[p - 4 for p in row.logprobs]) if row.group % 2 else row for row in rows]
@@ -149,6 +168,21 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_anything_is_trained(
         else:
             with pytest.raises(ValueError, match="train.reference.model = 'teacher' has another vocabulary"):
                 RunTrainer(log, config, cache=tmp_path / "cache")
+
+
+def test_the_teacher_is_the_one_that_the_run_began_with_whatever_its_folder_holds_now(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = config_of(advantage="distill", reference={"kind": "model", "model": "teacher"})
+    log = new_run(tmp_path, tiny_folder, reference="models/teacher-of-then")
+    for key, seed in (("models/teacher-of-then", 1), (model_key("teacher"), 2), ("models/teacher-of-now", 3)):
+        log.store.put_folder(tiny_model(tmp_path / key, seed=seed), key, last=DIGEST_FILE)
+    for reference, seed in (("", 1), ("models/teacher-of-now", 3)):
+        trainer = RunTrainer(log, config, cache=tmp_path / "cache", reference=reference).trainer
+        expected = load_file(tiny_model(tmp_path / f"again-{seed}", seed=seed) / "model.safetensors")
+        assert trainer._reference is not None
+        embedded = {name: p for name, p in trainer._reference.causal_lm.named_parameters() if "embed" in name}
+        assert all(torch.equal(full(p), expected[name]) for name, p in embedded.items()) and embedded
 
 
 @pytest.mark.parametrize("settings", [{}, {"advantage": "gae"}, {"advantage": "reinforce++"}])

@@ -30,6 +30,7 @@ from tests.builders import a_broadcast, a_config
 from tests.unit.trainers.builders import (
     commit,
     config_of,
+    full_model,
     groups_of,
     largest_difference,
     load_causal_lm,
@@ -152,6 +153,27 @@ def test_the_newest_policy_can_be_broadcast_and_without_receivers_that_is_a_warn
     monkeypatch.setattr("infra.weight_broadcast.SECONDS", 1.0)
     worker.send_policy(a_broadcast(policy))
     assert "policy 1 was not broadcast" in caplog.text
+
+
+@pytest.mark.parametrize("anchor_every", [1, 3])
+def test_a_run_keeps_the_tensors_and_types_of_its_first_policy(
+    tmp_path: Path, groups: list[RolloutGroup], caplog: LogCaptureFixture, anchor_every: int
+) -> None:
+    base = full_model(tmp_path / "base")
+    digests = {}
+    for name in ("new", "before"):
+        run = _run(tmp_path / name, tmp_path / "base", groups)
+        worker = run.worker(anchor_every=anchor_every)
+        if name == "before":  # as earlier versions wrote: in one type, and what the trainer computes with alone
+            parameters = worker._trainer.trainer.model.causal_lm.named_parameters()
+            worker._trainer._dtypes = {name: torch.bfloat16 for name, _ in parameters}
+        run.train(worker)
+        again = run.worker(cache="other", anchor_every=anchor_every)
+        assert again.opened == 1 and "gave other weights" not in caplog.text
+        step = run.train(again)
+        digests[name] = {n: t.dtype for n, t in load_file(run.fetch(step.policy) / "model.safetensors").items()}
+    assert digests["new"] == {name: tensor.dtype for name, tensor in base.items()}
+    assert set(digests["before"].values()) == {torch.bfloat16} and len(digests["before"]) == len(base) - 4
 
 
 @pytest.mark.parametrize("fault", ["", "the files could not be written", "the commit's answer was lost"])

@@ -106,7 +106,7 @@ def test_the_average_is_that_of_the_state_saved_with_the_step(
     for number in range(1, 3):
         builders.take_step(trainer, builders.samples_of(builders.random_rows(base)), step=number, max_staleness=2)
         after.append({saved_name(name): tensor for name, tensor in builders.weights(trainer).items()})
-    save_policy(trainer.model, base, tmp_path / "policy", dtype=torch.float32)
+    save_policy(trainer.model, base, tmp_path / "policy")
     save_state(trainer, tmp_path / "state", step=1)
     store.put_folder(tmp_path / "state", "runs/run/state/1-a", last=DIGEST_FILE)
     _a_run(store, base, tmp_path / "policy", state_path="runs/run/state/1-a")
