@@ -51,6 +51,7 @@ async def train_grpo(
     learning_rate: float = 1e-6,
     seed: int = 0,
     settings: Settings = Settings(),  # noqa: B008 - Prefect shows the default in the form
+    adopt_tasks: bool = False,
 ) -> dict[str, Any]:
     """Train a policy by GRPO; starting a run again continues it.
 
@@ -68,6 +69,7 @@ async def train_grpo(
         learning_rate: Peak learning rate of AdamW.
         seed: Seeds prompt order, sampling, mini-batches and the base model made here.
         settings: Everything else, one block per part.
+        adopt_tasks: Go on although the training tasks are other than before, from a new epoch.
     """
     document = {
         **settings.model_dump(exclude_unset=True),
@@ -77,9 +79,8 @@ async def train_grpo(
         **dict(learning_rate=learning_rate, seed=seed),
     }
     config = make_config(absolute_paths(document, Path.cwd()), source="flow parameters")
-    if not CHECKED.get():
-        check_run(config)
-    async with training_session(config) as session:
+    loaded = CHECKED.get() or check_run(config, adopt_tasks=adopt_tasks)
+    async with training_session(config, tasks=loaded.tasks("train"), adopt_tasks=adopt_tasks) as session:
         async with listening(session):
             await resumed(session)  # one that was paused stays so, without an engine
             telling_mlflow = asyncio.create_task(track(session.mirror))  # beside the start of the engines

@@ -20,7 +20,7 @@ import os
 import platform
 import sys
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from infra.cluster import Cluster
@@ -28,6 +28,7 @@ from infra.environment import code_version, prepare_environment
 from infra.placement import check_shares
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
+from rollouts.production.prompts import task_set
 from settings.errors import failure_text
 from settings.places.state_folder import home, store_uri
 from settings.run_file import RunConfig, default_values
@@ -35,6 +36,7 @@ from storage.log.entries import End, Outcome, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.opening import open_store
+from storage.records import Task
 from storage.retention.retention import reading
 from tasks.clock import PeakMemory, RoundClock
 from tasks.fleet import Fleet
@@ -120,10 +122,13 @@ def run_log(*, store: str, run: str) -> RunLog:
 
 
 @contextlib.asynccontextmanager
-async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
+async def training_session(
+    config: RunConfig, *, tasks: Sequence[Task], adopt_tasks: bool = False
+) -> AsyncIterator[RunSession]:
     """Create or reopen a run, take its trainer lock, and make room for its engines and the trainer.
 
-    Raises `RunExists`, `RunBusy`, `StoreError`, and `InvalidInput` for too few GPUs, before anything heavy starts.
+    `tasks` are those to train on; see `rollouts.production.prompts.task_set`. Raises `RunExists`, `RunBusy`,
+    `StoreError`, and `InvalidInput` for other tasks than before and for too few GPUs, before anything heavy starts.
     """
     _prepare()
     store = open_store(store_uri(config.store))
@@ -136,6 +141,7 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
             steps=config.steps,
             register=str(config.tracking.register),
             also=tuple(config.tracking.also),
+            tasks=task_set(log, tasks, adopt=adopt_tasks),
             host=platform.node(),
         )
         log.append(entry)

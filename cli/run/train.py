@@ -22,6 +22,7 @@ from settings.errors import InvalidInput, counted
 from settings.places.hints import command
 
 if TYPE_CHECKING:
+    from rollouts.workflow import Workflow
     from settings.run_file import RunConfig
 
 _WIDEST = 50
@@ -40,6 +41,10 @@ def train(
     write: Annotated[
         Path | None, typer.Option(help="With --dry-run: write all of it, defaults too, to this run file.")
     ] = None,
+    adopt_tasks: Annotated[
+        bool,
+        typer.Option("--adopt-tasks", help="Go on with other training tasks than before, from a new epoch."),
+    ] = False,
 ) -> None:
     """Train the run that a file describes, or continue it."""
     files = [run_file, *(Path(word) for word in overrides or [] if _is_run_file(word))]
@@ -47,7 +52,7 @@ def train(
     if not dry_run:
         if as_json or write:
             raise InvalidInput("--json and --write go with --dry-run")
-        train_run(files, changes)
+        train_run(files, changes, adopt_tasks=adopt_tasks)
         return
     from infra.environment import prepare_environment
 
@@ -81,7 +86,9 @@ def folder_of(run: Path | dict[str, Any] | list[Path]) -> Path:
     return Path.cwd() if isinstance(file, dict) else file.absolute().parent
 
 
-def train_run(run: Path | dict[str, Any] | list[Path], overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+def train_run(
+    run: Path | dict[str, Any] | list[Path], overrides: dict[str, Any] | None = None, *, adopt_tasks: bool = False
+) -> dict[str, Any]:
     """Train the run of files, or of their content, until its last step; returns its status, as `run_status` does.
 
     `overrides` go over the file's settings, by dotted key. Raises `ConfigError`, and what `check_run` and the flow
@@ -100,13 +107,13 @@ def train_run(run: Path | dict[str, Any] | list[Path], overrides: dict[str, Any]
     from tasks.checks.preflight import check_run
 
     config, console = load_run_file(run, overrides), open_console()
-    check_run(config)
+    loaded = check_run(config, adopt_tasks=adopt_tasks)
     store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
     log = create_run(store, config.run, document, folder=folder_of(run), defaults=default_values())
     with trainer_lock(log):
         pass  # another trainer is an error before anything heavy starts
     with Follower(log, steps=config.steps, console=console) as follower:
-        run_flow(_train(config), console, on_interrupt=follower.stop_spinner)
+        run_flow(_train(config, loaded, adopt_tasks), console, on_interrupt=follower.stop_spinner)
     status = run_status(log)
     files = [] if isinstance(run, dict) else [run] if isinstance(run, Path) else run
     words = [*map(str, files), *(f"{key}={_typed(value)}" for key, value in (overrides or {}).items())]
@@ -114,17 +121,17 @@ def train_run(run: Path | dict[str, Any] | list[Path], overrides: dict[str, Any]
     return status
 
 
-async def _train(config: RunConfig) -> None:
+async def _train(config: RunConfig, loaded: Workflow, adopt_tasks: bool) -> None:
     import httpx
 
     from flows.train_grpo import train_grpo
     from settings.run_file import RunConfig, Settings
     from tasks.checks.preflight import CHECKED
 
-    CHECKED.set(True)
+    CHECKED.set(loaded)
     knobs = {name: getattr(config, name) for name in RunConfig.model_fields if name not in Settings.model_fields}
     try:
-        await train_grpo(**knobs, settings=config.settings)
+        await train_grpo(**knobs, settings=config.settings, adopt_tasks=adopt_tasks)
     except httpx.TransportError as error:
         if open_named(config.run, config.store).state.step < config.steps:
             raise

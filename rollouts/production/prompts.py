@@ -1,17 +1,23 @@
 """The endless order of prompts: a pure function of the tasks of a split and the seed. Every epoch shuffles them anew.
 
-Which positions are free is a fold of the run's log (`RunState.free_positions`), so a resumed run continues exactly.
+Which positions are free is a fold of the run's log (`RunState.free_positions`), so a resumed run continues exactly, if
+its tasks are the same. The log holds their digest; other tasks begin an epoch of their own, if a person says so.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from settings.errors import InvalidInput
+from storage.log.entries import TaskSet
+from storage.log.run_log import RunLog
+from storage.objects.digests import sha256_of_json
 from storage.records import Task
 
 
@@ -20,7 +26,7 @@ class Prompt:
     """A problem, and which pass over the data set asks it."""
 
     position: int
-    """Place in the prompt order: epoch × len(tasks) + index."""
+    """Place in the prompt order: epoch × len(tasks) + index, counted from where the tasks were adopted."""
     epoch: int
     """Pass over the data set, from 0."""
     task: Task
@@ -38,8 +44,42 @@ def epoch_order(seed: int, epoch: int, num_tasks: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_tasks)
 
 
+def task_set(log: RunLog, tasks: Sequence[Task], *, adopt: bool = False) -> TaskSet:
+    """The training tasks as the run's next session records them.
+
+    Raises `InvalidInput` if they are other than those of the run, unless `adopt`: then they begin a new epoch behind
+    everything that was asked.
+    """
+    given = TaskSet(
+        count=len(tasks),
+        sha256=sha256_of_json([[task.id, task.prompt, task.answer, task.metadata] for task in tasks]),
+        ids_sha256=sha256_of_json([task.id for task in tasks]),
+    )
+    recorded = log.state.task_set
+    if recorded is None or recorded.sha256 == given.sha256:
+        return recorded or given
+    if not adopt:
+        if recorded.ids_sha256 == given.ids_sha256:
+            change = "their ids are the same, and a prompt, an answer or metadata is another"
+        elif recorded.count != given.count:
+            change = f"there were {recorded.count:,}, and now there are {given.count:,}"
+        else:
+            change = "there are as many, with other ids or in another order"
+        raise InvalidInput(
+            f"the training tasks are not those that run {log.run_id!r} has had: {change}; its prompt order would name "
+            "others. Put the data back, or go on with these from a new epoch: --adopt-tasks"
+        )
+    asked = max(log.state.positions, default=-1) + 1
+    last_epoch = recorded.first_epoch + (asked - recorded.first_position) // recorded.count
+    # Epochs are left out for the positions before `asked` that came to nothing: no group's id occurs twice.
+    left_out = math.ceil(asked / given.count)
+    return dataclasses.replace(given, first_position=asked, first_epoch=last_epoch + 1 + left_out)
+
+
 class PromptOrder:
-    def __init__(self, tasks: Sequence[Task], *, seed: int) -> None:
+    """The prompts of `tasks`; with `since`, from its position and epoch on."""
+
+    def __init__(self, tasks: Sequence[Task], *, seed: int, since: TaskSet | None = None) -> None:
         if not tasks:
             raise InvalidInput("the workflow's train split is empty; give it at least one task")
         num_ids = len({task.id for task in tasks})
@@ -47,9 +87,11 @@ class PromptOrder:
             raise InvalidInput(f"task ids are not unique: {len(tasks)} tasks, {num_ids} ids")
         self._tasks = tasks
         self._seed = seed
+        self._first_position, self._first_epoch = (since.first_position, since.first_epoch) if since else (0, 0)
 
     def at(self, position: int, *, retry: int = 0) -> Prompt:
         """The prompt at a position, from 0."""
-        epoch, index = divmod(position, len(self._tasks))
+        epoch, index = divmod(position - self._first_position, len(self._tasks))
+        epoch += self._first_epoch
         order = epoch_order(self._seed, epoch, len(self._tasks))
         return Prompt(position=position, epoch=epoch, task=self._tasks[int(order[index])], retry=retry)

@@ -35,7 +35,7 @@ from rollouts.production.executor import Executor
 from rollouts.production.failures import Failures
 from rollouts.production.head_start import HeadStart
 from rollouts.production.leases import Leases
-from rollouts.production.prompts import PromptOrder
+from rollouts.production.prompts import PromptOrder, task_set
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Workflow
 from settings.evaluation import EvaluationSettings
@@ -152,7 +152,8 @@ class RolloutWorker:
             code_version=code_version,
         )
         presence = Presence(log, name, outside=outside, lease_timeout=config.rollout.lease_timeout)
-        prompts = PromptOrder(workflow.tasks("train"), seed=config.seed)
+        tasks = workflow.tasks("train")
+        prompts = PromptOrder(tasks, seed=config.seed, since=task_set(log, tasks))
         leases = Leases(log=log, lock=lock, config=config, presence=presence, prompts=prompts)
         return cls(
             config=config,

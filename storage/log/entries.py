@@ -282,6 +282,20 @@ class Retire:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskSet:
+    """The training tasks of a session, and where in the prompt order they begin."""
+
+    count: int
+    sha256: str
+    """Digest of all that they hold, in their order."""
+    ids_sha256: str
+    """Digest of their ids, in their order."""
+    first_position: int = 0
+    """The place in the prompt order at which `first_epoch` begins; earlier sessions may have had other tasks."""
+    first_epoch: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Session:
     """One start of the run's driver, also after a stop or a crash."""
 
@@ -299,6 +313,8 @@ class Session:
     """The machine of its driver; empty in logs from before this was recorded."""
     also: tuple[str, ...] = ()
     """Where metrics go beside MLflow, see `tracking.also`."""
+    tasks: TaskSet | None = field(default=None, metadata=LATER)
+    """What its prompts are of; None in logs from before this was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)

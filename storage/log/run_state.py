@@ -141,6 +141,11 @@ class RunState:
         """Groups ready to be claimed."""
         return sum(1 for group_id in self.pending if self.groups[group_id].accepted)
 
+    @property
+    def task_set(self) -> records.TaskSet | None:
+        """What prompts are of since the newest session that says it."""
+        return next((session.tasks for session in reversed(self.sessions) if session.tasks), None)
+
     def free_positions(self, count: int) -> list[int]:
         """The first positions of the prompt order that are neither committed nor leased."""
         while self._first_free in self.positions or self._first_free in self.leased:

@@ -26,6 +26,7 @@ from infra.placement import check_shares, gpus_of, nodes_to_use
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_parser
 from rollouts.production.engine_choice import check_engine_arguments, local_folder, model_config, num_positions
+from rollouts.production.prompts import task_set
 from rollouts.workflow import Workflow, place_of
 from settings.errors import InvalidInput, MissingPackage, path_errors
 from settings.loss import CustomLoss
@@ -34,7 +35,7 @@ from settings.places.state_folder import home, store_uri
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
-from storage.log.runs import check_run_id
+from storage.log.runs import check_run_id, open_run
 from storage.objects.hub import check_on_hub
 from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store, probe
@@ -48,13 +49,13 @@ SECONDS_TO_ANSWER = 5.0
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _RANK_GIB, _ENGINE_GIB = 0.4, 1.0
 """Memory that a trainer's rank, or a process of an engine, takes on a CPU with the smallest model."""
-CHECKED: ContextVar[bool] = ContextVar("checked", default=False)
+CHECKED: ContextVar[Workflow | None] = ContextVar("checked", default=None)
 """True if a command has checked the run: the flow that it starts does not do so again."""
 
 
-def check_run(config: RunConfig) -> Workflow:
+def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Workflow:
     """Load the workflow and its data, look for models, servers and devices, try a loss of the user's, write to the
-    store, and play tasks.
+    store, compare the tasks with those of the run, unless `adopt_tasks`, and play some.
 
     Raises `InvalidInput`, `NotFound` or `StoreError` for the first thing that will not work; an error of the user's
     code is an `InvalidInput` with its file and line.
@@ -88,6 +89,8 @@ def check_run(config: RunConfig) -> Workflow:
             "worker and driver all write the run's log, so use a folder, or S3 with conditional writes (If-None-Match)"
         )
     is_new = not store.exists(f"runs/{config.run}/run.json")
+    if not is_new:
+        task_set(open_run(store, config.run), tasks["train"], adopt=adopt_tasks)
     check_batch(config, len(tasks["train"]), is_new=is_new)
     try:
         check_tracking(tracking_uri(config.tracking.uri))

@@ -21,6 +21,7 @@ from cli.run.flow import run_flow
 from cli.run.train import _train
 from flows import train_grpo as flow_module
 from infra.services import ServiceFailed
+from rollouts.workflow import Workflow
 from settings.run_file import default_values, load_run_file, make_config
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
@@ -145,17 +146,17 @@ def test_a_server_that_is_away_at_the_end_spoils_a_run_only_where_steps_are_miss
     monkeypatch.setattr(flow_module, "train_grpo", away)
     if is_over:
         with caplog.at_level(logging.WARNING):
-            asyncio.run(_train(config))
+            asyncio.run(_train(config, Workflow(), adopt_tasks=False))
         assert "Prefect does not know that the run has ended" in caplog.text
     else:
         with pytest.raises(httpx.ConnectError):
-            asyncio.run(_train(config))
+            asyncio.run(_train(config, Workflow(), adopt_tasks=False))
 
 
 def test_the_flow_of_a_command_does_not_check_again_what_the_command_has_checked(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checks: list[bool] = []
+    checks: list[object] = []
 
     async def train_grpo(**_: Any) -> None:
         checks.append(preflight.CHECKED.get())
@@ -163,4 +164,6 @@ def test_the_flow_of_a_command_does_not_check_again_what_the_command_has_checked
     monkeypatch.setattr(flow_module, "train_grpo", train_grpo)
     monkeypatch.setattr("cli.run.flow.run_flow", lambda flow, console, **_: asyncio.run(flow))
     printed(f"train {RUN_FILE}")
-    assert checks == [True] and not preflight.CHECKED.get(), "a deployed flow checks for itself"
+    assert [type(each).__name__ for each in checks] == ["Arithmetic"] and not preflight.CHECKED.get(), (
+        "a deployed flow checks for itself"
+    )

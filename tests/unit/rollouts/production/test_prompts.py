@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.production.prompts import PromptOrder, epoch_order
+from rollouts.production.prompts import PromptOrder, epoch_order, task_set
+from settings.errors import InvalidInput
+from storage.log.entries import Session, TaskSet
+from storage.log.run_log import RunLog
 from storage.records import Task
+from tests.builders import a_log, a_shard, a_summary
 
 TASKS = [Task(id=f"task{index}", prompt="") for index in range(5)]
 
@@ -37,3 +43,38 @@ def test_an_empty_split_and_double_ids_are_refused():
         PromptOrder([], seed=0)
     with pytest.raises(ValueError, match="not unique: 2 tasks, 1 ids"):
         PromptOrder([TASKS[0], TASKS[0]], seed=0)
+
+
+def _session(log: RunLog, tasks: list[Task], *, adopt: bool = False) -> TaskSet:
+    found = task_set(log, tasks, adopt=adopt)
+    log.append(Session(id=f"s{len(log.state.sessions)}", code_version="", tasks=found))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tasks", "change"),
+    [
+        (TASKS[:4], "there were 5, and now there are 4"),
+        ([*TASKS, Task(id="new", prompt="")], "there were 5, and now there are 6"),
+        (TASKS[::-1], "as many, with other ids or in another order"),
+        ([*TASKS[:4], Task(id="task4", prompt="", answer="42")], "a prompt, an answer or metadata is another"),
+        ([*TASKS[:4], Task(id="task4", prompt="", metadata={"a": "b"})], "a prompt, an answer or metadata is another"),
+    ],
+)
+def test_other_tasks_than_before_are_refused_or_begin_an_epoch_of_their_own(tasks: list[Task], change: str):
+    log = a_log()
+    assert _session(log, TASKS) == _session(log, TASKS)
+    asked = [PromptOrder(TASKS, seed=0).at(position) for position in range(8) if position != 3]  # 3 came to nothing
+    groups = [dataclasses.replace(a_summary(each.position), id=each.group_id, epoch=each.epoch) for each in asked]
+    log.append(a_shard("a", groups))
+    with pytest.raises(InvalidInput, match=f"not those that run 'run' has had: .*{change}.*--adopt-tasks"):
+        task_set(log, tasks)
+    adopted = _session(log, tasks, adopt=True)
+    assert (adopted.first_position, adopted.first_epoch) == (8, 4)
+    assert _session(log, tasks) == adopted, "from now on they are the run's"
+    order = PromptOrder(tasks, seed=0, since=adopted)
+    fresh = [order.at(position) for position in log.state.free_positions(2 * len(tasks) + 1)]
+    assert [(each.position, each.epoch) for each in fresh[1:3]] == [(8, 4), (9, 4)]
+    assert fresh[0].position == 3 and 1 < fresh[0].epoch < 4
+    assert {each.task.id for each in fresh[1 : 1 + len(tasks)]} == {task.id for task in tasks}, "a whole epoch"
+    assert not {each.group_id for each in fresh} & {each.group_id for each in asked}
