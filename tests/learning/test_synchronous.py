@@ -13,6 +13,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,9 +69,9 @@ class _Engine(ScriptedEngine):
         self.weights = update.checksum
         return update
 
-    async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
+    async def generate(self, *arguments: Any, **options: Any) -> Generation:
         await self._open.wait()  # a reply that began ahead of a policy is that policy's
-        return await super().generate(prompt_ids, sampling=sampling, request_id=request_id)
+        return await super().generate(*arguments, **options)
 
     def _answer(self, prompt_ids: list[int], request_id: str) -> list[int]:
         digest = hashlib.sha256(f"{self.weights}/{request_id}/{prompt_ids}".encode()).digest()
