@@ -113,7 +113,8 @@ class RewardPool:
         something that is no reward, or its process dies.
         """
         name, request_id = path_of(reward), next(self._request_ids)
-        line = json.dumps({"id": request_id, "function": name, "arguments": arguments}).encode() + b"\n"
+        request = {"id": request_id, "function": name, "arguments": arguments}
+        line = json.dumps(request, default=_refuse).encode() + b"\n"
         call = _Call(name, request_id, line, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         if len(self._serving) < self._num_processes:
@@ -286,6 +287,15 @@ async def score_all(parts: Mapping[str, Part], *, vote: str | None = None) -> Sc
 def set_reward_pool(pool: RewardPool) -> None:
     """Called by the executor at the start of an attempt's own asyncio task."""
     _POOL.set(pool)
+
+
+def _refuse(argument: object) -> object:
+    """Raise `TypeError` for what cannot be sent to a reward process."""
+    if inspect.iscoroutine(argument):
+        argument.close()  # or Python warns of it
+        raise TypeError(f"{argument.__qualname__}() was not awaited: write `await` before the call")
+    what = f"a {type(argument).__name__} cannot be sent to a reward function"
+    raise TypeError(f"{what}; give it texts, numbers, lists and dictionaries")
 
 
 async def _part(part: Part) -> float | None | dict[str, float | None]:

@@ -67,6 +67,15 @@ async def test_not_applicable_is_null_and_a_value_of_the_wrong_type_a_failure():
 LIKE_NUMBERS = [0.5, 1.0, 0.5, 0.5, 0.5, 0.5, 1.0, 3.0, None, None, None, None]
 
 
+async def test_what_cannot_be_sent_to_a_reward_is_named():
+    async def reply() -> str:
+        return "four"
+
+    forgotten, thing = await _scores((rewards.length, reply()), (rewards.length, object()))
+    assert isinstance(forgotten, TypeError) and "reply() was not awaited: write `await`" in str(forgotten)
+    assert isinstance(thing, TypeError) and "a object cannot be sent to a reward function; give it texts" in str(thing)
+
+
 async def test_numbers_of_any_library_are_rewards_and_what_is_not_finite_in_a_shard_is_none():
     returned, named = rewards.number_like(""), {str(place): value for place, value in enumerate(LIKE_NUMBERS)}
     async with _pool() as pool:
