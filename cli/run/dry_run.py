@@ -40,12 +40,12 @@ _MEMORY = (
 )
 
 
-def derived_values(config: RunConfig) -> dict[str, Any]:
+def derived_values(config: RunConfig, *, adopt_tasks: bool = False) -> dict[str, Any]:
     """Check what a start checks, and return derived values by name; None for those that are not known yet.
 
     Raises what `millrace train` would.
     """
-    workflow, parameters = check_run(config), num_parameters(config)
+    workflow, parameters = check_run(config, adopt_tasks=adopt_tasks), num_parameters(config)
     store = open_store(store_uri(config.store))
     done = None
     if store.exists(f"runs/{config.run}/run.json"):

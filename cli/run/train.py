@@ -63,7 +63,7 @@ def train(
     if write is not None:
         check_target(write, "--write", suffix=".toml")
     config = load_run_file(files, changes)
-    values = derived_values(config)
+    values = derived_values(config, adopt_tasks=adopt_tasks)
     if write is not None:
         write.write_text(as_toml(config), encoding="utf-8")
     if as_json:
