@@ -59,8 +59,8 @@ class TrainSettings(Block):
     loss: Loss = ClipLoss()
     """What is minimised; `"cispo"` is short as above."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
-    """Over a mini-batch: mean over its trained tokens (DAPO), mean over sequences of token means (GRPO), mean over
-    sequences of token sums, or that divided by `sampling.max_tokens` (Dr. GRPO)."""
+    """Over a mini-batch: mean over its trained tokens (DAPO), mean over attempts of token means (GRPO), mean over
+    attempts of token sums, or that divided by `sampling.max_tokens` (Dr. GRPO)."""
     decoupled: DecoupledSettings | None = None
     """Decoupled PPO; with `stale_policy = "correct"` it is on."""
     reject: list[RejectSettings] = []
