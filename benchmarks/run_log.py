@@ -34,9 +34,8 @@ from storage.log.entries import (
     Session,
     Shard,
     Step,
-    decode_entry,
-    encode_entry,
 )
+from storage.log.history import decode_entry, encode_entry
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore, ObjectStore

@@ -250,20 +250,20 @@ def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
         raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
 
 
-def default_values() -> dict[str, Any]:
-    """The default of every key. What a run does not say, because it is from before the key existed, was this."""
-    return RunConfig(workflow="").model_dump(mode="json")
+def default_values(like: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The default of every key, under the kinds and the preset of `like`. What a run does not say, because it is from
+    before the key existed, was this."""
+    try:
+        return make_config({"workflow": "", **_kinds(like or {})}, source="defaults").model_dump(mode="json")
+    except ConfigError:  # a kind with something that must be set
+        return RunConfig(workflow="").model_dump(mode="json")
 
 
 def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     """What a recorded configuration sets other than its default, by dotted key; of a table with a `kind`, other than
     that kind's defaults. Without `run`, `workflow`, `model`, `steps`, `store` and `tracking`."""
     plain = default_values()
-    try:
-        under_kinds = make_config({"workflow": "", **_kinds(config)}, source="defaults").model_dump(mode="json")
-    except ConfigError:  # a kind with something that must be set
-        under_kinds = plain
-    plain, defaults, now = (dict(leaves(each)) for each in (plain, under_kinds, config))
+    plain, defaults, now = (dict(leaves(each)) for each in (plain, default_values(config), config))
     defaults |= {key: plain.get(key) for key in defaults if key.rpartition(".")[2] in ("kind", "preset")}
     own = {"run", "workflow", "model", "steps", "store", "tracking"}
     return {key: value for key, value in now.items() if key not in own and value != defaults.get(key)}

@@ -16,7 +16,7 @@ from infra.user_code import load_object
 from settings.errors import InvalidInput, UserError
 from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation
-from storage.log.promotion import CHAMPION, NotPromoted, pass_gate
+from storage.log.promotion import CHAMPION, NotPromoted, failure_of, pass_gate
 from storage.log.run_log import RunLog
 from storage.log.runs import find_policy, local_config
 from tasks.prefect.run_page import announce
@@ -59,7 +59,7 @@ def warn_of_greedy_attempts(settings: EvaluationSettings) -> None:
 
 def raise_if_failed(evaluation: Evaluation) -> None:
     """Raise `EvaluationFailed` where every attempt failed. The entry stays in the log, and nothing takes its score."""
-    if problem := evaluation.failure:
+    if problem := failure_of(evaluation):
         raise EvaluationFailed(problem)
 
 

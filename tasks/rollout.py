@@ -15,6 +15,7 @@ from prefect.tasks import exponential_backoff
 from infra.cluster import WorkerDied
 from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation, Policy
+from storage.log.promotion import failure_of
 from tasks.prefect.run_logs import log_evaluation
 from tasks.session import RunSession
 
@@ -96,6 +97,6 @@ async def evaluate_policy(session: RunSession, *, version: int, settings: Evalua
     """Held-out score of a policy version; see `Fleet.evaluate`. If the worker dies, the next one does it again."""
     evaluation = await session.fleet.evaluate(version=version, settings=settings)
     log_evaluation(evaluation)
-    if problem := evaluation.failure:
+    if problem := failure_of(evaluation):
         logger.warning(problem)
     return evaluation

@@ -36,7 +36,6 @@ from storage.log.entries import End, Outcome, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.opening import open_store
-from storage.records import Task
 from storage.retention.retention import reading
 from tasks.clock import PeakMemory, RoundClock
 from tasks.fleet import Fleet
@@ -123,7 +122,7 @@ def run_log(*, store: str, run: str) -> RunLog:
 
 @contextlib.asynccontextmanager
 async def training_session(
-    config: RunConfig, *, tasks: Sequence[Task], adopt_tasks: bool = False
+    config: RunConfig, *, tasks: Sequence[Any], adopt_tasks: bool = False
 ) -> AsyncIterator[RunSession]:
     """Create or reopen a run, take its trainer lock, and make room for its engines and the trainer.
 
@@ -132,7 +131,8 @@ async def training_session(
     """
     _prepare()
     store = open_store(store_uri(config.store))
-    log = create_run(store, config.run, config.model_dump(mode="json"), defaults=default_values())
+    document = config.model_dump(mode="json")
+    log = create_run(store, config.run, document, defaults=default_values(document))
     with trainer_lock(log):
         entry = Session(
             id=uuid.uuid4().hex[:12],
@@ -141,7 +141,7 @@ async def training_session(
             steps=config.steps,
             register=str(config.tracking.register),
             also=tuple(config.tracking.also),
-            tasks=task_set(log, tasks, adopt=adopt_tasks),
+            tasks=task_set(log.state, tasks, run=log.run_id, adopt=adopt_tasks),
             host=platform.node(),
         )
         log.append(entry)

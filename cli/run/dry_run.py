@@ -50,7 +50,8 @@ def derived_values(config: RunConfig, *, adopt_tasks: bool = False) -> dict[str,
     done = None
     if store.exists(f"runs/{config.run}/run.json"):
         log = open_run(store, config.run)
-        continues(log, config.model_dump(mode="json"), defaults=default_values())
+        document = config.model_dump(mode="json")
+        continues(log, document, defaults=default_values(document))
         done = log.state.step
     return {
         "run": config.run,

@@ -109,7 +109,7 @@ def train_run(
     config, console = load_run_file(run, overrides), open_console()
     loaded = check_run(config, adopt_tasks=adopt_tasks)
     store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
-    log = create_run(store, config.run, document, folder=folder_of(run), defaults=default_values())
+    log = create_run(store, config.run, document, folder=folder_of(run), defaults=default_values(document))
     with trainer_lock(log):
         pass  # another trainer is an error before anything heavy starts
     with Follower(log, steps=config.steps, console=console) as follower:

@@ -34,7 +34,7 @@ from settings.errors import InvalidInput, NotFound, counted, in_one_line, missin
 from settings.redaction import without_secrets
 from settings.run_file import leaves
 from storage.log.entries import OUTCOMES, to_json
-from storage.log.promotion import CHAMPION, gap_of, why_not_promote
+from storage.log.promotion import CHAMPION, failure_of, gap_of, why_not_promote
 from storage.log.run_log import RunLog
 from storage.log.runs import RunLogs, is_training, open_run, outcome, own_scores, run_config
 from storage.objects.object_store import ObjectStore
@@ -210,7 +210,7 @@ def _notes(log: RunLog) -> list[str]:
     """What is missing of the run, in sentences."""
     state = log.state
     notes = [f"shard {shard_id} is quarantined: {why}" for shard_id, why in state.quarantined.items()]
-    failed = [evaluation.failure for evaluation in state.evaluations if evaluation.failed]
+    failed = [failure_of(evaluation) for evaluation in state.evaluations if evaluation.failed]
     for sentences, noun in ((notes, "quarantined shard"), (failed, "failed evaluation")):
         if len(sentences) > MOST_NOTES:
             sentences[MOST_NOTES:] = [f"and {counted(len(sentences) - MOST_NOTES, f'more {noun}')}"]

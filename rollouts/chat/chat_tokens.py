@@ -84,8 +84,9 @@ class ChatTokens:
         self.continuation([Message(role="user", content="0")], after=self.end_id)
         if with_call:
             result = Message(role="tool", content=_RESULT)
-            ids = self.continuation([result], after=self.end_id, calls=["f"])
-            if _RESULT not in self.tokenizer.decode(ids):
+            self.continuation([result], after=self.end_id, calls=["f"])
+            text, _ = self._render(self._after_stand_in([result], ["f"]), find=_STAND_IN)
+            if _RESULT not in text:
                 raise InvalidInput(
                     "the model's chat template leaves out what tools return, so the policy would not see it; use one "
                     "that shows messages of the role 'tool'"

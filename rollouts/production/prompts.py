@@ -16,7 +16,7 @@ import numpy as np
 
 from settings.errors import InvalidInput
 from storage.log.entries import TaskSet
-from storage.log.run_log import RunLog
+from storage.log.run_state import RunState
 from storage.objects.digests import sha256_of_json
 from storage.records import Task
 
@@ -44,8 +44,8 @@ def epoch_order(seed: int, epoch: int, num_tasks: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_tasks)
 
 
-def task_set(log: RunLog, tasks: Sequence[Task], *, adopt: bool = False) -> TaskSet:
-    """The training tasks as the run's next session records them.
+def task_set(state: RunState, tasks: Sequence[Task], *, run: str, adopt: bool = False) -> TaskSet:
+    """The training tasks as the next session of a run records them.
 
     Raises `InvalidInput` if they are other than those of the run, unless `adopt`: then they begin a new epoch behind
     everything that was asked.
@@ -55,7 +55,7 @@ def task_set(log: RunLog, tasks: Sequence[Task], *, adopt: bool = False) -> Task
         sha256=sha256_of_json([[task.id, task.prompt, task.answer, task.metadata] for task in tasks]),
         ids_sha256=sha256_of_json([task.id for task in tasks]),
     )
-    recorded = log.state.task_set
+    recorded = state.task_set
     if recorded is None or recorded.sha256 == given.sha256:
         return recorded or given
     if not adopt:
@@ -66,10 +66,10 @@ def task_set(log: RunLog, tasks: Sequence[Task], *, adopt: bool = False) -> Task
         else:
             change = "there are as many, with other ids or in another order"
         raise InvalidInput(
-            f"the training tasks are not those that run {log.run_id!r} has had: {change}; its prompt order would name "
+            f"the training tasks are not those that run {run!r} has had: {change}; its prompt order would name "
             "others. Put the data back, or go on with these from a new epoch: --adopt-tasks"
         )
-    asked = max(log.state.positions, default=-1) + 1
+    asked = max(state.positions, default=-1) + 1
     last_epoch = recorded.first_epoch + (asked - recorded.first_position) // recorded.count
     # Epochs are left out for the positions before `asked` that came to nothing: no group's id occurs twice.
     left_out = math.ceil(asked / given.count)

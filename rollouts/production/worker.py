@@ -153,7 +153,7 @@ class RolloutWorker:
         )
         presence = Presence(log, name, outside=outside, lease_timeout=config.rollout.lease_timeout)
         tasks = workflow.tasks("train")
-        prompts = PromptOrder(tasks, seed=config.seed, since=task_set(log, tasks))
+        prompts = PromptOrder(tasks, seed=config.seed, since=task_set(log.state, tasks, run=log.run_id))
         leases = Leases(log=log, lock=lock, config=config, presence=presence, prompts=prompts)
         return cls(
             config=config,

@@ -105,9 +105,9 @@ class Judge:
             best=self.best,
         )
         last_fault = "it had to wait for others"
+        client, gate = await self._open()
         try:
             async with asyncio.timeout(self.timeout):
-                client, gate = await self._open()
                 async with gate:
                     last_fault = "no answer"
                     for attempt in range(self.retries + 1):
@@ -167,10 +167,11 @@ class Judge:
         return self._opened[1:]
 
     def _client(self) -> AsyncOpenAI:
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         key, seconds = self._key or "none", self.request_timeout
-        return AsyncOpenAI(base_url=self.base_url, api_key=key, timeout=seconds, max_retries=0)
+        http = DefaultAsyncHttpxClient(timeout=seconds)  # the client's own one closes itself in a loop that may be gone
+        return AsyncOpenAI(base_url=self.base_url, api_key=key, timeout=seconds, max_retries=0, http_client=http)
 
     @property
     def _url(self) -> str:

@@ -1,4 +1,4 @@
-"""The records of a run's log, as frozen dataclasses, and their JSON.
+"""The records of a run's log, as frozen dataclasses.
 
     RolloutGroup ─▶ GroupSummary ─▶ Shard ──┐
     Claim ──one optimizer step──▶ Step ─────┼─▶ LogEntry, one numbered JSON file
@@ -10,9 +10,8 @@ its retry can be recognised, or if it can contradict the log.
 
 from __future__ import annotations
 
-import json
 import typing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -204,18 +203,6 @@ class Evaluation:
         """True if every attempt failed; the score 0 then says nothing about the policy."""
         return 0 < self.num_tasks * self.n_samples == self.num_failed
 
-    @property
-    def failure(self) -> str:
-        """A sentence if every attempt failed, otherwise ""."""
-        if not self.failed:
-            return ""
-        counts = ", ".join(f"{status} {count}" for status, count in self.failures.items())
-        sentence = (
-            f"the evaluation of policy {self.version} on split {self.split!r} failed: all {self.num_failed} attempts "
-            f"did ({counts}), so its score of 0 says nothing about the policy"
-        )
-        return f"{sentence}; one error: {self.last_error}" if self.last_error else sentence
-
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:
@@ -393,41 +380,6 @@ class LogEntry:
     written_at: float
     """Unix seconds on the writer's clock; decides nothing."""
     body: Entry
-
-
-class _Line(msgspec.Struct):
-    """An entry's document, its body still JSON."""
-
-    kind: str
-    written_at: float
-    body: msgspec.Raw
-
-
-_KINDS = {record: kind for kind, record in ENTRY_KINDS.items()}
-_LINE = msgspec.json.Decoder(_Line)
-_BODIES: dict[str, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(record) for kind, record in ENTRY_KINDS.items()
-}
-
-
-def encode_entry(body: Entry, *, number: int, written_at: float) -> bytes:
-    """An entry's document, with the bytes that Python's `json` writes: every version writes the same."""
-    later = {each.name for each in fields(body) if each.metadata.get("later")}
-    values = {name: value for name, value in to_json(body).items() if value or name not in later}
-    document = {"number": number, "kind": _KINDS[type(body)], "written_at": written_at, "body": values}
-    return json.dumps(document, separators=(",", ":")).encode()
-
-
-def decode_entry(document: bytes, *, number: int) -> LogEntry:
-    """An entry from its document. Raises `ValueError`, `KeyError` or `TypeError` if it cannot be read."""
-    try:
-        line = _LINE.decode(document)
-        kind, written_at, body = line.kind, line.written_at, _BODIES[line.kind].decode(line.body)
-    except msgspec.DecodeError:  # damaged, or with NaN, infinity or half a surrogate pair, which `json` writes
-        fields = json.loads(document)
-        kind, written_at = fields["kind"], fields["written_at"]
-        body = from_json(ENTRY_KINDS[kind], fields["body"])
-    return LogEntry(number=number, kind=kind, written_at=written_at, body=body)
 
 
 def to_json(record: Any) -> Any:

@@ -1,12 +1,17 @@
-"""The entries of a log and the records in them: sequences and mappings that unpack one entry when it is asked for."""
+"""The entries of a log and the records in them: sequences and mappings that unpack one entry when it is asked for; and
+an entry ⇄ its JSON document."""
 
 from __future__ import annotations
 
+import json
 from collections import UserDict
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar, overload
 
-from storage.log.entries import LogEntry
+import msgspec
+
+from storage.log.entries import ENTRY_KINDS, Entry, LogEntry, from_json, to_json
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -65,3 +70,38 @@ class History(RecordList[LogEntry]):
     def _entry(self, number: int) -> LogEntry:
         num_archived = len(self._archived)
         return self._archived[number] if number < num_archived else self._added[number - num_archived]
+
+
+class _Line(msgspec.Struct):
+    """An entry's document, its body still JSON."""
+
+    kind: str
+    written_at: float
+    body: msgspec.Raw
+
+
+_KINDS = {record: kind for kind, record in ENTRY_KINDS.items()}
+_LINE = msgspec.json.Decoder(_Line)
+_BODIES: dict[str, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(record) for kind, record in ENTRY_KINDS.items()
+}
+
+
+def encode_entry(body: Entry, *, number: int, written_at: float) -> bytes:
+    """An entry's document, with the bytes that Python's `json` writes: every version writes the same."""
+    later = {each.name for each in fields(body) if each.metadata.get("later")}
+    values = {name: value for name, value in to_json(body).items() if value or name not in later}
+    document = {"number": number, "kind": _KINDS[type(body)], "written_at": written_at, "body": values}
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def decode_entry(document: bytes, *, number: int) -> LogEntry:
+    """An entry from its document. Raises `ValueError`, `KeyError` or `TypeError` if it cannot be read."""
+    try:
+        line = _LINE.decode(document)
+        kind, written_at, body = line.kind, line.written_at, _BODIES[line.kind].decode(line.body)
+    except msgspec.DecodeError:  # damaged, or with NaN, infinity or half a surrogate pair, which `json` writes
+        fields = json.loads(document)
+        kind, written_at = fields["kind"], fields["written_at"]
+        body = from_json(ENTRY_KINDS[kind], fields["body"])
+    return LogEntry(number=number, kind=kind, written_at=written_at, body=body)

@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterator
 
 from storage.log.conflicts import check_fits, holds
-from storage.log.entries import Entry, decode_entry, encode_entry
-from storage.log.history import History
+from storage.log.entries import Entry
+from storage.log.history import History, decode_entry, encode_entry
 from storage.log.run_state import Conflict, LogDamaged, RunState
 from storage.log.segments import Archive, Segment, encode_segment, merge_segments, read_entry
 from storage.objects.object_store import ObjectStore, StoreError

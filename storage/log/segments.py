@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from storage.log.columns import Columns, columns_of
-from storage.log.entries import LogEntry, decode_entry
-from storage.log.history import RecordList
+from storage.log.entries import LogEntry
+from storage.log.history import RecordList, decode_entry
 from storage.log.run_state import LogDamaged
 from storage.objects.tables import ipc_bytes
 

@@ -90,7 +90,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Workflow:
         )
     is_new = not store.exists(f"runs/{config.run}/run.json")
     if not is_new:
-        task_set(open_run(store, config.run), tasks["train"], adopt=adopt_tasks)
+        task_set(open_run(store, config.run).state, tasks["train"], run=config.run, adopt=adopt_tasks)
     check_batch(config, len(tasks["train"]), is_new=is_new)
     try:
         check_tracking(tracking_uri(config.tracking.uri))

@@ -68,8 +68,8 @@ def refuse_unstored(causal_lm: nn.Module, folder: Path) -> None:
         )
     if narrow := {name for name in names if stored[name] not in TRAINABLE}:
         raise InvalidInput(
-            f"{what} stores {min(narrow)} as {str(stored[min(narrow)]).removeprefix('torch.')}, which cannot hold "
-            "trained weights; use the model in bfloat16 or float32"
+            f"{what} stores {min(narrow)} as {str(stored[min(narrow)]).removeprefix('torch.')}, "
+            "which cannot hold trained weights; use the model in bfloat16 or float32"
         )
 
 

@@ -134,7 +134,7 @@ def test_a_data_set_or_a_model(places: dict[str, str]) -> None:
         f"{DRY} dataset={{ABSENT}}": "no such file or folder",
         f"{DRY} dataset={{FOLDER}}": "has no file for split 'train'",
         f"{DRY} dataset={{LONG}}": _TOO_LONG,
-        f"{DRY} dataset={{BYTES}}": "line 1: not JSON",
+        f"{DRY} dataset={{BYTES}}": "line 1: byte 15 is no UTF-8: save the file as UTF-8",
         f"{DRY} dataset={{PARQUET}}": "bytes.parquet: ",
         f"{ARITHMETIC} --dry-run model={{ABSENT}}": "no such folder",
         f"{ARITHMETIC} --dry-run model={{FILE}}": "no such folder",

@@ -38,6 +38,8 @@ def _another(value: Any) -> Any:
             return np.append(value, value[:1] if len(value) else np.zeros(1, value.dtype))
         case dict():
             return {**value, "new": np.zeros(1)}
+        case bool() | None:
+            return not value
         case _:
             return [*value, "new"]
 

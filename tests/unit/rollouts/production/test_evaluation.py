@@ -35,6 +35,7 @@ from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
 from settings.evaluation import EvaluationSettings
 from storage.log.claims import next_claim
 from storage.log.entries import Evaluation, from_json, to_json
+from storage.log.promotion import failure_of
 from storage.log.run_log import RunLog
 from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.shards import commit_shard, read_shard
@@ -229,7 +230,7 @@ def test_an_evaluation_says_what_was_asked_and_what_failed_and_an_older_one_can_
     assert found.pass_all == {"1": pytest.approx(0.3), "2": 0.0}
     assert found.maj_at == {"1": pytest.approx(0.3), "2": pytest.approx(0.3)}, "one answer, right in half its attempts"
     assert re.fullmatch(r"KeyError: 'held out by mistake' at tests/.*/test_evaluation.py:\d+", found.last_error)
-    assert not found.failed and found.failure == ""
+    assert not found.failed and failure_of(found) == ""
     assert (found.version, found.split, found.shard_ids) == (0, "test", ["eval0"])
     bench.log.append(found)
     assert bench.log.refresh().evaluations == [found]
@@ -351,8 +352,8 @@ def test_an_evaluation_in_which_every_attempt_failed_is_a_failed_one(tokens: Cha
     found = asyncio.run(_Bench(tokens, _Broken(0)).evaluate(7))
     assert found.score == 0 and found.num_failed == 14 and found.failed
     assert found.pass_at == {"1": 0.0, "2": 0.0} and len(found.last_error) < evaluation.LONGEST_ERROR
-    sentence = found.failure
+    sentence = failure_of(found)
     assert "evaluation of policy 0 on split 'test' failed: all 14 attempts did (env_error 14)" in sentence
     assert "says nothing about the policy" in sentence and "ConnectionError: no database" in sentence
     found = asyncio.run(_Bench(tokens, _Broken(1)).evaluate(3))  # one attempt came through
-    assert found.score == 0 and found.num_failed == 3 and not found.failed and found.failure == ""
+    assert found.score == 0 and found.num_failed == 3 and not found.failed and failure_of(found) == ""

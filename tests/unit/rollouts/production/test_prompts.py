@@ -46,7 +46,7 @@ def test_an_empty_split_and_double_ids_are_refused():
 
 
 def _session(log: RunLog, tasks: list[Task], *, adopt: bool = False) -> TaskSet:
-    found = task_set(log, tasks, adopt=adopt)
+    found = task_set(log.state, tasks, run="run", adopt=adopt)
     log.append(Session(id=f"s{len(log.state.sessions)}", code_version="", tasks=found))
     return found
 
@@ -68,7 +68,7 @@ def test_other_tasks_than_before_are_refused_or_begin_an_epoch_of_their_own(task
     groups = [dataclasses.replace(a_summary(each.position), id=each.group_id, epoch=each.epoch) for each in asked]
     log.append(a_shard("a", groups))
     with pytest.raises(InvalidInput, match=f"not those that run 'run' has had: .*{change}.*--adopt-tasks"):
-        task_set(log, tasks)
+        task_set(log.state, tasks, run="run")
     adopted = _session(log, tasks, adopt=True)
     assert (adopted.first_position, adopted.first_epoch) == (8, 4)
     assert _session(log, tasks) == adopted, "from now on they are the run's"
