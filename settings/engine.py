@@ -43,7 +43,7 @@ class EngineSettings(Block):
     """vLLM's parser for the tool calls of this model family: hermes (Qwen), llama3_json, mistral, …"""
     reasoning_parser: str = "auto"
     """How thoughts are found in a reply; only what follows them is scored and calls tools. `auto` knows `<think>` and
-    the marks of Mistral, Seed, Gemma and gpt-oss; `none` finds no thoughts; any other value is the name of vLLM's
+    the marks of Mistral, Kimi, Seed, Gemma and gpt-oss; `none` finds no thoughts; any other value is the name of vLLM's
     parser for the model family: qwen3, deepseek_r1, granite, …"""
     guided_decoding: bool = False
     """Let agents force tokens: `tool_choice` with `required` or a name, `response_format`. vLLM then loads the

@@ -22,6 +22,7 @@ AUTO, NONE = "auto", "none"
 MARKS = [
     ("<think>", "</think>"),  # DeepSeek, Qwen, GLM, SmolLM, …
     ("[THINK]", "[/THINK]"),  # Mistral
+    ("◁think▷", "◁/think▷"),  # Kimi
     ("<seed:think>", "</seed:think>"),
     ("<|channel>", "<channel|>"),  # Gemma
     ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss

@@ -34,6 +34,7 @@ ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel
         ("<think>the mark <think> opens</think>42", False, "the mark  opens", "42"),
         ("<think>41</think>42</think>", False, "41", "42"),
         ("[THINK]41[/THINK]42", False, "41", "42"),
+        ("◁think▷41◁/think▷42", False, "41", "42"),
         ("<seed:think>41</seed:think>42", False, "41", "42"),
         ("<|channel>thought\n41<channel|>42", False, "thought\n41", "42"),
         (f"{ANALYSIS}41<|end|>{FINAL}42", False, "41", "42"),
