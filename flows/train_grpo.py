@@ -79,8 +79,8 @@ async def train_grpo(
         **dict(learning_rate=learning_rate, seed=seed),
     }
     config = make_config(absolute_paths(document, Path.cwd()), source="flow parameters")
-    loaded = CHECKED.get() or check_run(config, adopt_tasks=adopt_tasks)
-    async with training_session(config, tasks=loaded.tasks("train"), adopt_tasks=adopt_tasks) as session:
+    tasks = (CHECKED.get() or check_run(config, adopt_tasks=adopt_tasks)).tasks
+    async with training_session(config, tasks=tasks["train"], adopt_tasks=adopt_tasks) as session:
         async with listening(session):
             await resumed(session)  # one that was paused stays so, without an engine
             telling_mlflow = asyncio.create_task(track(session.mirror))  # beside the start of the engines

@@ -261,10 +261,11 @@ def check_won(config: RunConfig | None) -> Finding:
     """The run file's workflow: its reference wins the tasks."""
     if config is None:
         return Finding("no run file given: nothing to play")
-    from tasks.checks.preflight import load_workflow
+    from tasks.checks.preflight import load_tasks, load_workflow
     from tasks.checks.trial import check_references
 
-    count = check_references(load_workflow(config), config)
+    workflow = load_workflow(config)
+    count = check_references(workflow, load_tasks(workflow, config), config)
     return Finding(f"reference_reply wins {count} of the first tasks of each split")
 
 

@@ -369,23 +369,11 @@ def _run_facts(log: RunLog) -> dict[str, Any]:
 
 
 def _runs_table(runs: list[dict[str, Any]]) -> Table:
-    champions = any(run["champion"] is not None for run in runs)
-    names = [
-        "run",
-        "workflow",
-        "",
-        "steps",
-        "attempts",
-        "held-out",
-        "tasks",
-        *["champion"][: int(champions)],
-        "last entry",
-    ]
-    table = plain_table(*names, right=("steps", "attempts", "tasks", "champion"))
+    names = ["run", "workflow", "", "steps", "attempts", "held-out", "tasks", "champion", "last entry"]
+    rows = []
     for run in runs:
-        champion = "-" if run["champion"] is None else str(run["champion"])
         scores = [run["accuracy_before"], run["accuracy_after"]][-run["evaluations"] :]
-        table.add_row(
+        cells = (
             run["run"],
             one_line(run["workflow"] or "-"),
             "training" if run["is_training"] else (run["ended"] or "").partition(" ")[0],
@@ -393,7 +381,13 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
             f"{run['trajectories']:,}",
             "-" if scores[0] is None else " → ".join(number(score, digits=3) for score in scores),
             "-" if run["accuracy_tasks"] is None else str(run["accuracy_tasks"]),
-            *([champion] if champions else []),
+            "-" if run["champion"] is None else str(run["champion"]),
             "-" if run["last_entry_at"] is None else ago(time.time() - run["last_entry_at"]),
         )
+        rows.append(dict(zip(names, cells, strict=True)))
+    if all(run["champion"] is None for run in runs):
+        names.remove("champion")
+    table = plain_table(*names, right=("steps", "attempts", "tasks", "champion"))
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
     return table

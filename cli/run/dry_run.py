@@ -45,7 +45,7 @@ def derived_values(config: RunConfig, *, adopt_tasks: bool = False) -> dict[str,
 
     Raises what `millrace train` would.
     """
-    workflow, parameters = check_run(config, adopt_tasks=adopt_tasks), num_parameters(config)
+    checked, parameters = check_run(config, adopt_tasks=adopt_tasks), num_parameters(config)
     store = open_store(store_uri(config.store))
     done = None
     if store.exists(f"runs/{config.run}/run.json"):
@@ -61,9 +61,9 @@ def derived_values(config: RunConfig, *, adopt_tasks: bool = False) -> dict[str,
         "model": config.model or "a tiny one, made from the workflow's demonstrations",
         "steps": config.steps,
         "steps_done": done,
-        "train_tasks": len(workflow.tasks("train")),
-        "references_won": check_references(workflow, config),
-        "evaluation_tasks": min(len(workflow.tasks(config.evaluation.split)), config.evaluation.num_tasks),
+        "train_tasks": len(checked.tasks["train"]),
+        "references_won": check_references(checked.workflow, checked.tasks, config),
+        "evaluation_tasks": min(len(checked.tasks[config.evaluation.split]), config.evaluation.num_tasks),
         "learning_rate": config.learning_rate,
         "usual_learning_rate": _usual(config, parameters),
         **_batches(config),

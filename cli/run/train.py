@@ -22,8 +22,8 @@ from settings.errors import InvalidInput, counted
 from settings.places.hints import command
 
 if TYPE_CHECKING:
-    from rollouts.workflow import Workflow
     from settings.run_file import RunConfig
+    from tasks.checks.preflight import Checked
 
 _WIDEST = 50
 """Characters of a command with a comment beside the others'."""
@@ -107,13 +107,13 @@ def train_run(
     from tasks.checks.preflight import check_run
 
     config, console = load_run_file(run, overrides), open_console()
-    loaded = check_run(config, adopt_tasks=adopt_tasks)
+    checked = check_run(config, adopt_tasks=adopt_tasks)
     store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
     log = create_run(store, config.run, document, folder=folder_of(run), defaults=default_values(document))
     with trainer_lock(log):
         pass  # another trainer is an error before anything heavy starts
     with Follower(log, steps=config.steps, console=console) as follower:
-        run_flow(_train(config, loaded, adopt_tasks), console, on_interrupt=follower.stop_spinner)
+        run_flow(_train(config, checked, adopt_tasks), console, on_interrupt=follower.stop_spinner)
     status = run_status(log)
     files = [] if isinstance(run, dict) else [run] if isinstance(run, Path) else run
     words = [*map(str, files), *(f"{key}={_typed(value)}" for key, value in (overrides or {}).items())]
@@ -121,14 +121,14 @@ def train_run(
     return status
 
 
-async def _train(config: RunConfig, loaded: Workflow, adopt_tasks: bool) -> None:
+async def _train(config: RunConfig, checked: Checked, adopt_tasks: bool) -> None:
     import httpx
 
     from flows.train_grpo import train_grpo
     from settings.run_file import RunConfig, Settings
     from tasks.checks.preflight import CHECKED
 
-    CHECKED.set(loaded)
+    CHECKED.set(checked)
     knobs = {name: getattr(config, name) for name in RunConfig.model_fields if name not in Settings.model_fields}
     try:
         await train_grpo(**knobs, settings=config.settings, adopt_tasks=adopt_tasks)

@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable
 from fractions import Fraction
 
-from rollouts.rewards.expressions import differ, is_prose, last_boxes, latex, unicode_to_latex, unit_of
+from rollouts.rewards.expressions import THOUSANDS, differ, is_prose, last_boxes, latex, unicode_to_latex, unit_of
 from settings.errors import InvalidInput
 
 _TAIL_CHARACTERS = 20_000  # the answer is at the end; a runaway reply must not cost more than a long one
@@ -68,7 +68,7 @@ _MARKUP = [
     (re.compile(r"<<[^<>]*+>>"), ""),  # GSM8K's calculator notes: $<<9*2=18>>18
     (re.compile(r"[−–‐‑]|\\textminus"), "-"),
     (re.compile(r"\\approx|≈"), "="),
-    (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ","),  # 1\,234
+    (THOUSANDS, ","),
     (re.compile(r"-(?:\\?\$|[£€])"), "-"),  # -$5 is a negative number
     (re.compile(r"\\(?:(?:text|math)(?:bf|it|rm)?|mbox|f?box(?:ed)?|left|right|quad)(?![A-Za-z])"), " "),
     (re.compile(r"\\[()\[\],;:! \\]|\\?\$|[£€`]|__|(?<!\d)\*\*|\*\*(?!\d)"), " "),

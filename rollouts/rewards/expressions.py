@@ -25,12 +25,14 @@ _CHARACTERS = str.maketrans(
         r"\emptyset ", "^2", "^3", r"^\circ ",
     ], strict=True))
 )  # fmt: skip
+THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+"""What LaTeX puts between groups of digits: 1\\,234."""
 _BOLD = re.compile(r"\*\*([^*\n]++)\*\*")
 _REPEATING = re.compile(r"(?<![\w.])(\d*+)\.(\d*+)\\(?:overline|bar|dot)\s*+(?:\{(\d++)\}|(\d))")
 _POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(r"(?<=\d)(?:\s|\\text\s*\{\s*)+(thousand|million|billion|trillion)\b(?:\s*\})?")
 _FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),  # 1\,234
+    (THOUSANDS, ""),
     (re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)"), lambda match: match[0].replace(" ", "")),  # 1 234
     (re.compile(r"(?<![\d/.,])(\d+) (\d+)/(\d+)(?!\d)"), r"(\1+\\frac{\2}{\3})"),  # 2 1/2
     (re.compile(r"[€£¥]"), ""),

@@ -101,7 +101,7 @@ def decode_entry(document: bytes, *, number: int) -> LogEntry:
         line = _LINE.decode(document)
         kind, written_at, body = line.kind, line.written_at, _BODIES[line.kind].decode(line.body)
     except msgspec.DecodeError:  # damaged, or with NaN, infinity or half a surrogate pair, which `json` writes
-        fields = json.loads(document)
-        kind, written_at = fields["kind"], fields["written_at"]
-        body = from_json(ENTRY_KINDS[kind], fields["body"])
+        values = json.loads(document)
+        kind, written_at = values["kind"], values["written_at"]
+        body = from_json(ENTRY_KINDS[kind], values["body"])
     return LogEntry(number=number, kind=kind, written_at=written_at, body=body)

@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -49,11 +50,22 @@ SECONDS_TO_ANSWER = 5.0
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _RANK_GIB, _ENGINE_GIB = 0.4, 1.0
 """Memory that a trainer's rank, or a process of an engine, takes on a CPU with the smallest model."""
-CHECKED: ContextVar[Workflow | None] = ContextVar("checked", default=None)
-"""True if a command has checked the run: the flow that it starts does not do so again."""
 
 
-def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Workflow:
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What a run's file names, loaded once."""
+
+    workflow: Workflow
+    tasks: dict[str, Sequence[Task]]
+    """By split."""
+
+
+CHECKED: ContextVar[Checked | None] = ContextVar("checked", default=None)
+"""Set if a command has checked the run: the flow that it starts does not do so again."""
+
+
+def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     """Load the workflow and its data, look for models, servers and devices, try a loss of the user's, write to the
     store, compare the tasks with those of the run, unless `adopt_tasks`, and play some.
 
@@ -105,7 +117,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Workflow:
             f"dataset = {config.dataset!r}: {config.workflow} never reads it; use self.dataset in tasks(), or leave "
             "the key out"
         )
-    return loaded
+    return Checked(workflow=loaded, tasks=tasks)
 
 
 def load_workflow(config: RunConfig) -> Workflow:

@@ -66,11 +66,6 @@ class _Outcome:
     has_tools: bool
 
 
-def tasks_by_split(workflow: Workflow, config: RunConfig) -> dict[str, Sequence[Task]]:
-    """The tasks that the run trains on, and those that it evaluates on."""
-    return {split: workflow.tasks(split) for split in dict.fromkeys(["train", config.evaluation.split])}
-
-
 @contextlib.contextmanager
 def errors_of_users(what: str, function: Callable[..., object] | None = None) -> Iterator[None]:
     """Raise `InvalidInput`, beginning with `what`, for an error of code that the user wrote, with its file and line.
@@ -152,7 +147,9 @@ def check_template(config: RunConfig, *, several_turns: bool, with_tools: bool) 
         tokens.check_turns(with_call=with_tools)
 
 
-def check_references(workflow: Workflow, config: RunConfig, *, num_tasks: int = 20) -> int:
+def check_references(
+    workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: RunConfig, *, num_tasks: int = 20
+) -> int:
     """Play `reference_reply` on the first tasks of each split; returns how many tasks were won, each with reward 1.
 
     Passed over are tasks without a reference, without a tool's server, or whose reference calls tools while the model,
@@ -160,12 +157,12 @@ def check_references(workflow: Workflow, config: RunConfig, *, num_tasks: int = 
     """
     if type(workflow).reference_reply is Workflow.reference_reply:
         return 0
-    tasks, seconds = _first(tasks_by_split(workflow, config), num_tasks), config.rollout.attempt_timeout
-    attempts = _attempts(workflow, tasks, config, workflow.reference_reply, seconds=seconds, loads_vllm=True)
+    first, seconds = _first(tasks, num_tasks), config.rollout.attempt_timeout
+    attempts = _attempts(workflow, first, config, workflow.reference_reply, seconds=seconds, loads_vllm=True)
     outcomes = _in_own_loop(attempts)
     told = [
         (task, outcome)
-        for task, outcome in zip(tasks, outcomes, strict=True)
+        for task, outcome in zip(first, outcomes, strict=True)
         if outcome.is_known and not isinstance(outcome.error, ToolUnavailable)
     ]
     compares = type(workflow).score_group is not Workflow.score_group  # then `run` has no say
@@ -173,7 +170,7 @@ def check_references(workflow: Workflow, config: RunConfig, *, num_tasks: int = 
     if lost:
         split, task_id, why = lost[0]
         raise InvalidInput(
-            f"reference_reply does not win {len(lost)} of {len(tasks)} tasks. task {task_id!r} of split {split!r}: "
+            f"reference_reply does not win {len(lost)} of {len(first)} tasks. task {task_id!r} of split {split!r}: "
             f"{why}\nMend the task's answer, its reward or reference_reply, which may return None if it does not know"
         )
     return len(told)

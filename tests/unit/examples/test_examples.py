@@ -12,6 +12,7 @@ from infra.user_code import load_object
 from rollouts.workflow import Workflow
 from settings.run_file import default_values, load_run_file
 from storage.log.runs import create_run
+from tasks.checks.preflight import load_tasks
 from tasks.checks.trial import check_references
 from tests.builders import MemoryStore
 
@@ -46,7 +47,7 @@ def test_the_reference_reply_wins_every_task(run_file: Path, tmp_path: Path):
     config = config.model_copy(update={"model": ""})  # whose tokenizer need not be on this machine
     workflow: Workflow = load_object(config.workflow)(dataset)
     num_tasks = sum(len(workflow.tasks(split)[:_SAMPLE]) for split in ("train", "test"))
-    assert check_references(workflow, config, num_tasks=_SAMPLE) == num_tasks > 0
+    assert check_references(workflow, load_tasks(workflow, config), config, num_tasks=_SAMPLE) == num_tasks > 0
 
 
 @pytest.mark.parametrize("run_file", _RUN_FILES, ids=lambda file: file.stem)

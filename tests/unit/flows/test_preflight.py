@@ -125,7 +125,7 @@ class _Nothing(Workflow):
 def _won(workflow: type[Workflow], **fields: Any) -> int:
     played = workflow(None)
     vars(played).update(fields)
-    return trial.check_references(played, a_config())
+    return trial.check_references(played, preflight.load_tasks(played, a_config()), a_config())
 
 
 def test_twenty_tasks_of_each_split_are_won_by_their_reference() -> None:

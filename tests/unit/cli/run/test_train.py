@@ -146,17 +146,17 @@ def test_a_server_that_is_away_at_the_end_spoils_a_run_only_where_steps_are_miss
     monkeypatch.setattr(flow_module, "train_grpo", away)
     if is_over:
         with caplog.at_level(logging.WARNING):
-            asyncio.run(_train(config, Workflow(), adopt_tasks=False))
+            asyncio.run(_train(config, preflight.Checked(workflow=Workflow(), tasks={}), adopt_tasks=False))
         assert "Prefect does not know that the run has ended" in caplog.text
     else:
         with pytest.raises(httpx.ConnectError):
-            asyncio.run(_train(config, Workflow(), adopt_tasks=False))
+            asyncio.run(_train(config, preflight.Checked(workflow=Workflow(), tasks={}), adopt_tasks=False))
 
 
 def test_the_flow_of_a_command_does_not_check_again_what_the_command_has_checked(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checks: list[object] = []
+    checks: list[preflight.Checked | None] = []
 
     async def train_grpo(**_: Any) -> None:
         checks.append(preflight.CHECKED.get())
@@ -164,6 +164,6 @@ def test_the_flow_of_a_command_does_not_check_again_what_the_command_has_checked
     monkeypatch.setattr(flow_module, "train_grpo", train_grpo)
     monkeypatch.setattr("cli.run.flow.run_flow", lambda flow, console, **_: asyncio.run(flow))
     printed(f"train {RUN_FILE}")
-    assert [type(each).__name__ for each in checks] == ["Arithmetic"] and not preflight.CHECKED.get(), (
-        "a deployed flow checks for itself"
-    )
+    assert [type(each.workflow).__name__ for each in checks if each] == [
+        "Arithmetic"
+    ] and not preflight.CHECKED.get(), "a deployed flow checks for itself"

@@ -273,9 +273,10 @@ def test_a_start_does_not_load_vllm_for_a_reply_that_calls_tools() -> None:
     code = """
 import sys
 from examples.calculator_agent import CalculatorAgent
-from tasks.checks.trial import play_tasks, tasks_by_split
+from tasks.checks.preflight import load_tasks
+from tasks.checks.trial import play_tasks
 from tests.builders import a_config
-play_tasks(workflow := CalculatorAgent(), tasks_by_split(workflow, a_config()), a_config())
+play_tasks(workflow := CalculatorAgent(), load_tasks(workflow, a_config()), a_config())
 print("vllm" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
