@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.server
 ROOT = Path(__file__).parents[3]
 NOT_INSTALLED = ("pydantic", "prefect", "ray", "mlflow", "s3fs", "duckdb", "vllm", "peft", "polars")
 BARE = f"""

@@ -57,6 +57,7 @@ def _bash(script: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.server
 def test_every_training_passes_its_dry_run(tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a start checks, with a model and data of the right layout where a document has the reader's."""
     monkeypatch.chdir(tmp_path)
@@ -91,6 +92,7 @@ def test_every_training_passes_its_dry_run(tmp_path: Path, base_model: Path, mon
         printed("", *arguments, "--dry-run")
 
 
+@pytest.mark.server
 def test_a_corpus_is_made_indexed_and_served_as_its_page_says(tmp_path: Path) -> None:
     asked, servers = of_the_corpus(), []
     assert len(asked) == 9

@@ -57,6 +57,7 @@ def test_a_refusal_is_one_sentence_and_changes_nothing(log: RunLog) -> None:
     assert "champion" not in log.refresh().aliases
 
 
+@pytest.mark.server
 def test_mlflow_that_was_away_gets_the_alias_later(log: RunLog, home: Path) -> None:
     with trainer_lock(log):
         assert "being trained" in printed("promote run") and not (home / "mlflow.db").exists()

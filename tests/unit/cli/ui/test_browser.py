@@ -27,7 +27,7 @@ from tests.builders import a_group, a_log, a_trajectory, a_turn
 from tests.unit.cli.builders import commit
 from tests.unit.cli.ui.builders import NASTY, a_trained_run, in_a_browser, opened, seen, train, train_nothing
 
-pytestmark = in_a_browser
+pytestmark = [pytest.mark.server, in_a_browser]
 SECTIONS = ["overview", "curves", "time", "staleness", "trajectories", "groups", "prompts", "lineage", "configuration"]
 
 

@@ -125,6 +125,7 @@ index.build_index(Path(sys.argv[1]), Path(sys.argv[2]), progress=progress)
 """
 
 
+@pytest.mark.server
 def test_a_build_that_is_killed_is_refused_and_goes_on_where_it_was(tmp_path, corpus):
     folder, told = tmp_path / "index", []
     for at in (0, 80, 100):  # the last one after every passage, before the index is declared whole

@@ -198,6 +198,7 @@ def _check_won(group: RolloutGroup) -> None:
         assert trajectory.reward_parts["cited"] == trajectory.reward_parts["found"] == 1.0
 
 
+@pytest.mark.server
 async def test_two_servers_share_the_load_until_one_hangs_and_the_attempt_fails_when_the_other_dies(tmp_path: Path):
     write_folder(tmp_path)
     build_index(tmp_path / "corpus.jsonl", tmp_path / "index")
