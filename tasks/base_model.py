@@ -20,7 +20,7 @@ from storage.objects.digests import DIGEST_FILE, DigestMismatch, read_seal, sha2
 from storage.objects.object_store import ObjectStore
 from storage.objects.opening import open_store
 from tasks.session import RunSession
-from trainers.model.fetch import fetch_model
+from trainers.model.fetch import GGUF, fetch_model
 
 logger = logging.getLogger("millrace.base_model")
 
@@ -77,7 +77,8 @@ def make_model(*, store: str, config: RunConfig) -> str:
 def store_model(model: str, store: ObjectStore) -> str:
     """The key of a model's folder in the store, which follows from the content of its files; a local folder, or a hub
     model, is put there now if it is missing or damaged."""
-    name = Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else Path(model).name
+    path = Path(model).expanduser()
+    name = path.resolve().name if path.is_dir() else path.name.removesuffix(GGUF)
     with tempfile.TemporaryDirectory() as scratch:
         folder = fetch_model(model, Path(scratch) / "model")
         key = f"models/{name}-{sha256_of_json(read_seal(folder).files)[:12]}"

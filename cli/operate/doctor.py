@@ -209,8 +209,8 @@ def check_prefect() -> Finding:
 
 def check_hub(config: RunConfig | None) -> Finding:
     """The run file's models: folders, in the hub's cache, or on the hub."""
-    from rollouts.production.engine_choice import local_folder
     from tasks.checks.preflight import check_model
+    from trainers.model.fetch import local_folder
 
     models = [model for model in (config.model, config.train.reference.model) if model] if config else []
     for model in models:
@@ -247,8 +247,8 @@ def check_tokenizer(config: RunConfig | None) -> Finding:
     if config is None or not config.model:
         return Finding("no `model` given: a character tokenizer is made with the base model")
     from rollouts.chat.chat_tokens import ChatTokens
-    from rollouts.production.engine_choice import local_folder
     from storage.records import Message
+    from trainers.model.fetch import local_folder
 
     if (folder := local_folder(config.model)) is None:
         return Finding(f"{config.model} will be fetched from the hub")

@@ -23,20 +23,6 @@ from settings.errors import InvalidInput
 from settings.run_file import RunConfig
 
 
-def local_folder(model: str) -> Path | None:
-    """The folder of a model that is on this machine: its own, or the hub's cache. None if it is not here."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
-
-
 def model_config(model: Path) -> dict[str, Any]:
     """The `config.json` of a model folder, of its language part if it sees images too."""
     about: dict[str, Any] = json.loads((model / "config.json").read_text())

@@ -18,7 +18,7 @@ from typing import Any
 
 OWN_PACKAGES = ("millrace", "cli", "infra", "rollouts", "settings", "storage", "tasks", "trainers", "flows")
 """Packages that are ours in every process, whatever else has their name: `millrace/__init__.py` imports them first."""
-_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gguf")
 
 
 def absolute_paths(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollouts.production.engine_choice import local_folder
 from settings.run_file import RunConfig
 from storage.log.entries import Step
+from trainers.model.fetch import local_folder
 
 FIRST_STEPS = 10
 """After so many steps something should have moved."""

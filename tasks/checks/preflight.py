@@ -26,7 +26,7 @@ from infra.environment import nearest_existing, tracking_uri
 from infra.placement import check_shares, gpus_of, nodes_to_use
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_parser
-from rollouts.production.engine_choice import check_engine_arguments, local_folder, model_config, num_positions
+from rollouts.production.engine_choice import check_engine_arguments, model_config, num_positions
 from rollouts.production.prompts import task_set
 from rollouts.workflow import Workflow, place_of
 from settings.errors import InvalidInput, MissingPackage, path_errors
@@ -43,6 +43,7 @@ from storage.objects.opening import open_store, probe
 from storage.records import Task
 from storage.tracking.trackers import check_trackers
 from tasks.checks.trial import check_tasks, errors_of_users, play_tasks
+from trainers.model.fetch import GGUF, folder_of_gguf, local_folder
 
 logger = logging.getLogger("millrace.preflight")
 
@@ -265,6 +266,8 @@ def check_model(model: str) -> None:
     """Raise `InvalidInput` or `NotFound` unless `model` is a whole model folder, or the hub, or its cache, has it."""
     folder = Path(model).expanduser()
     with path_errors(f"model = {model!r}"):
+        if folder.suffix == GGUF and folder.is_file():
+            folder = folder_of_gguf(folder)
         is_folder = folder.is_dir()
         missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
         weights = sorted(folder.glob("*.safetensors"))
@@ -281,7 +284,7 @@ def check_model(model: str) -> None:
         return
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise InvalidInput(
-            f"model = {model!r}: no such folder, and not a Hugging Face id like Qwen/Qwen2.5-0.5B-Instruct"
+            f"model = {model!r}: no such folder or GGUF file, and not a Hugging Face id like Qwen/Qwen2.5-0.5B-Instruct"
         )
     if local_folder(model) is None:
         check_on_hub(model, "model")

@@ -29,13 +29,13 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import ParsedReply, ToolParser
 from rollouts.chat.tools import ToolUnavailable
 from rollouts.engines.scripted_engine import ScriptedEngine
-from rollouts.production.engine_choice import local_folder
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
 from rollouts.workflow import CONTEXT, Workflow, WorkflowContext, WrongWorkflow, as_score, place_of
 from settings.errors import InvalidInput, UserError, failure_text, has_users_frames, in_one_line
 from settings.run_file import RunConfig
 from storage.records import Message, Sampling, Task
+from trainers.model.fetch import local_folder
 
 logger = logging.getLogger("millrace.preflight")
 
