@@ -70,7 +70,7 @@ class RunConfig(Settings):
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
     """MLflow: its address, and which policies it registers."""
     model: str = ""
-    """Base model: a Hugging Face id, a folder or a GGUF file. Empty: a tiny one made of the workflow's demonstrations."""
+    """Base model: a Hugging Face id, a folder or a GGUF file. Empty: a tiny one from the workflow's demonstrations."""
     dataset: str = ""
     """Handed to the workflow: a JSONL or Parquet file, a folder with one per split, or a Hugging Face id."""
     steps: int = Field(default=100, ge=0)
