@@ -45,6 +45,7 @@ help: ## this list
 	awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
 
 train: $(INSTALLED) ## train a policy: RUNFILE=examples/arithmetic.toml, ARGS="more arguments"
+	if [ -f $(dir $(RUNFILE))requirements.txt ]; then $(PIP_INSTALL) -q -r $(dir $(RUNFILE))requirements.txt; fi
 	.venv/bin/millrace train $(RUNFILE) $(ARGS)
 
 quick: $(TESTS_INSTALLED) ## run the unit tests that need no server, no engine and no processes of their own: minutes

@@ -157,9 +157,12 @@ def nearest(name: str, model: type[BaseModel]) -> str:
     word = last.lower().removeprefix("vllm_")
     close = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
     close = close or difflib.get_close_matches(last, by_last_name, n=1, cutoff=0.8)
-    if last not in by_last_name and word in OTHER_WORDS:
-        return OTHER_WORDS[word]
-    return by_last_name.get(last) or (by_last_name[close[0]] if close else "")
+    if name in OTHER_WORDS and name not in names:
+        return OTHER_WORDS[name]
+    if last in by_last_name or (close and word not in OTHER_WORDS):
+        return by_last_name[last if last in by_last_name else close[0]]
+    other = difflib.get_close_matches(word, OTHER_WORDS, n=1, cutoff=0.8)
+    return OTHER_WORDS[other[0]] if other else ""
 
 
 def _walk(table: dict[str, Any], tables: dict[str, Any], *, prefix: str, kind: str) -> Iterator[Key]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.terminal.arguments import StoreOption, check_target, open_named
-from settings.errors import InvalidInput
 from settings.places.state_folder import home
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def report(
 def write_report(log: RunLog, out: Path | None) -> Path:
     """Write the page and return where it is: `out`, or `reports/<run>.html` in the state folder.
 
-    Raises `InvalidInput` for an `out` that is a folder. A page that is there already is replaced, whole.
+    Raises `InvalidInput` for an `out` that is a folder, or another kind of file. A page that is there already is replaced, whole.
     """
     import tempfile
     import time
@@ -42,9 +41,7 @@ def write_report(log: RunLog, out: Path | None) -> Path:
     from storage.retention.retention import reading
 
     target = (out or home() / "reports" / f"{log.run_id}.html").expanduser().resolve()
-    check_target(target, "--out", make_folder=True)
-    if target.is_dir():
-        raise InvalidInput(f"--out {target} is a folder; name a file in it, for example {target / log.run_id}.html")
+    check_target(target, "--out", make_folder=True, suffix=".html")
     with reading(log, "report", quiet=True):
         page = render({"run": log.run_id, "made_at": time.time(), **reported(log.store, log.run_id)})
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:

@@ -17,7 +17,7 @@ from tasks.checks.trial import check_references
 from tests.builders import MemoryStore
 
 _EXAMPLES = Path(__file__).parents[3] / "examples"
-_RUN_FILES = sorted([*_EXAMPLES.glob("*.toml"), *_EXAMPLES.glob("search_agent/*.toml")])
+_RUN_FILES = sorted([*_EXAMPLES.glob("*.toml"), *_EXAMPLES.glob("*/*.toml")])
 _SAMPLE = 50
 
 _DATA: dict[str, list[dict[str, Any]]] = {
@@ -58,9 +58,8 @@ def test_a_run_of_it_is_continued_by_starting_it_again(run_file: Path):
 
 
 def test_every_example_has_a_run_file_of_its_own():
-    modules = {file.stem for file in _EXAMPLES.glob("*.py")} - {"__init__"}
-    workflows = {load_run_file(file).workflow.partition(":")[0] for file in _RUN_FILES}
-    packages = {workflow for workflow in workflows if workflow.startswith("examples.search_agent.")}
-    assert packages == {f"examples.search_agent.{name}" for name in ("agent", "world_agent", "program_agent")}
-    assert workflows - packages == {f"examples.{module}" for module in modules}
+    modules = {file.stem for file in (*_EXAMPLES.glob("*.py"), _EXAMPLES / "smollm2" / "smollm2.py")} - {"__init__"}
+    paths = [load_run_file(file).workflow.rpartition(":")[0].removesuffix(".py") for file in _RUN_FILES]
+    workflows = {path.replace("/", ".").rpartition(".")[2] for path in paths}
+    assert workflows == modules | {"agent", "world_agent", "program_agent"}  # those of the search agent
     assert {file.stem for file in _RUN_FILES} >= modules

@@ -21,6 +21,9 @@ def test_every_setting_is_a_key_with_help():
     [
         ("lr", "learning_rate"),
         ("train.lr", "learning_rate"),
+        ("train.lrr", "learning_rate"),
+        ("num_steps", "steps"),
+        ("warmup.num_step", "warmup.num_steps"),
         ("temperature", "sampling.temperature"),
         ("evaluation.temprature", "evaluation.temperature"),
         ("max_tokens", "sampling.max_tokens"),

@@ -294,5 +294,6 @@ def test_the_command_writes_the_page_and_says_where(trained: RunLog, home: Path)
     printed("report run --out", str(elsewhere))
     assert [f.name for f in elsewhere.parent.iterdir()] == ["page.html"]
     assert "runs there: run" in printed("report nothing", status=2)
+    assert "only .html is written; name it" in printed("report run --out", str(home / "page.pdf"), status=2)
     under_a_file = home / "store/runs/run/run.json/page.html"
     assert "there is no folder" in printed("report run --out", str(under_a_file), status=2)
