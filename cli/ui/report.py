@@ -31,7 +31,7 @@ def report(
 def write_report(log: RunLog, out: Path | None) -> Path:
     """Write the page and return where it is: `out`, or `reports/<run>.html` in the state folder.
 
-    Raises `InvalidInput` for an `out` that is a folder, or another kind of file. A page that is there already is replaced, whole.
+    Raises `InvalidInput` for an `out` that is a folder or no HTML file. A page that is there is replaced, whole.
     """
     import tempfile
     import time
