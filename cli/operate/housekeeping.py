@@ -68,6 +68,7 @@ def gc(
 
     A policy is also kept while it is the base model, live, has an alias or the best score.
     """
+    from storage.objects.opening import probe
     from storage.retention.retention import collect_garbage
     from storage.retention.rules import make_rules
 
@@ -75,6 +76,8 @@ def gc(
     if as_json and not (dry_run or sure):
         raise InvalidInput("--json cannot ask; add --dry-run to look, or --yes to remove")
     opened, console = open_named_store(store), open_console()
+    if not dry_run:
+        probe(opened, with_data=False)
     collect = functools.partial(collect_garbage, opened, runs or [], rules, ignore_readers=ignore_readers)
     reports = collect(dry_run=dry_run or not as_json)
     if as_json:

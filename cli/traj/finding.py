@@ -148,7 +148,7 @@ def _rows_of(log: RunLog, queries: Queries, sql: str, parameters: Sequence[Any])
 
     while True:
         keys = [(r["shard_id"], r["group_id"], r["attempt"]) for r in queries.select(sql, parameters).to_pylist()]
-        whole = open_queries(log, shard_ids=dict.fromkeys(shard_id for shard_id, _, _ in keys), verify=True)
+        whole = open_queries(log, shard_ids=dict.fromkeys(shard_id for shard_id, _, _ in keys))
         table = whole.select(
             """
             SELECT r.*, r.group_id || '/' || r.attempt AS id, g.outcome, g.step, g.policy_version

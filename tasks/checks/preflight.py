@@ -38,7 +38,6 @@ from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
 from storage.log.runs import check_run_id, open_run
 from storage.objects.hub import check_on_hub
-from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store, probe
 from storage.records import Task
 from storage.tracking.trackers import check_trackers
@@ -95,11 +94,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
 
         with errors_of_users(f"train.loss.path = {loss.path!r}"):
             check_loss(loss.path, loss.arguments, with_reference=config.train.reference.kind != "none")
-    if not probe(store := open_store(store_uri(config.store))):
-        raise StoreError(
-            f"store {store_uri(config.store)} lets a second writer replace what the first one wrote; trainer, rollout "
-            "worker and driver all write the run's log, so use a folder, or S3 with conditional writes (If-None-Match)"
-        )
+    probe(store := open_store(store_uri(config.store)))
     is_new = not store.exists(f"runs/{config.run}/run.json")
     if not is_new:
         task_set(open_run(store, config.run).state, tasks["train"], run=config.run, adopt=adopt_tasks)

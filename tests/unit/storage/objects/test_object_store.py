@@ -98,7 +98,9 @@ def test_a_file_for_arrow_is_mapped_into_memory_and_not_copied(store: LocalStore
 def test_a_store_that_cannot_keep_writers_apart_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     forgetful = LocalStore(tmp_path / "forgetful")  # like an S3 server that ignores `If-None-Match`
     monkeypatch.setattr(forgetful, "put_if_absent", lambda key, data: forgetful.put(key, data) or True)
-    assert probe(forgetful) is False and forgetful.walk("probe") == []
+    with pytest.raises(ConditionRefused, match="lets a second writer replace"):
+        probe(forgetful)
+    assert forgetful.walk("probe") == []
     refusing = LocalStore(tmp_path / "refusing")
     monkeypatch.setattr(refusing, "put_if_absent", lambda key, data: False)
     with pytest.raises(ConditionRefused, match="already there"):
