@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
@@ -83,6 +84,7 @@ def create_run(
     folder = (folder or Path.cwd()).absolute()
     frozen = recorded_paths(_frozen(config), folder)
     document = {"run_id": run_id, "folder": str(folder), "config": frozen, "config_sha256": sha256_of_json(frozen)}
+    document["birth"] = uuid.uuid4().hex
     key = f"runs/{run_id}/run.json"
     if not store.put_if_absent(key, json.dumps(document, indent=1).encode()):
         log = open_run(store, run_id)
@@ -211,6 +213,12 @@ def run_config(log: RunLog) -> dict[str, Any]:
     """The run's frozen configuration; its paths are relative to the folder of the run file."""
     config: dict[str, Any] = _run_document(log)["config"]
     return config
+
+
+def birth_id(log: RunLog) -> str:
+    """What no other run has, not even one of its name in its store, and what it keeps if the store is moved; empty in a
+    run from before this was recorded."""
+    return str(_run_document(log).get("birth", ""))
 
 
 def local_config(log: RunLog) -> dict[str, Any]:
