@@ -7,10 +7,10 @@ finds it again if its store has moved; runs from before it was recorded are know
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from settings.errors import InvalidInput, UserError
+from settings.places.state_folder import sqlite_file
 from settings.redaction import without_secrets
 from storage.log.run_log import RunLog
 from storage.log.runs import birth_id
@@ -34,9 +34,11 @@ def ensure_experiment(client: Any, tracking_uri: str) -> str:
     """The id of the experiment of all runs."""
     experiment = client.get_experiment_by_name(_EXPERIMENT)
     if experiment is None:
-        database = Path(tracking_uri.removeprefix("sqlite:///"))
+        database = sqlite_file(tracking_uri)
         # By default, MLflow without a server puts files into the current folder.
-        files = (database.parent / "mlartifacts" / _EXPERIMENT).as_uri() if database.is_absolute() else None
+        files = (
+            (database.parent / "mlartifacts" / _EXPERIMENT).as_uri() if database and database.is_absolute() else None
+        )
         made = str(client.create_experiment(_EXPERIMENT, artifact_location=files))
         experiment = client.get_experiment(made)
     elif experiment.lifecycle_stage == "deleted":  # its name stays taken
@@ -110,8 +112,7 @@ def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
     from mlflow.exceptions import MlflowException
 
     shown = without_secrets(tracking_uri)
-    database = tracking_uri.removeprefix("sqlite:///")
-    if database != tracking_uri and not Path(database).exists():
+    if (database := sqlite_file(tracking_uri)) and not database.exists():
         raise RegistryUnavailable(f"there is no database {database}")  # a client would create it
     client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
     try:

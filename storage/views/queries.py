@@ -12,15 +12,14 @@ and nothing else: no file, no network, no Python variable.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs
 
 from settings.errors import InvalidInput
+from settings.places.state_folder import home
 from storage.log.entries import OUTCOMES, Evaluation, LogEntry, Shard, Step, to_json
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
@@ -163,7 +162,7 @@ class Queries:
                 self.left_out[shard.id] = "retired: retention has removed the file"
         readable = [shard for shard in shards if shard.id not in self.left_out]
         self._rows = ShardRows.of(log, readable, left_out=self.left_out)
-        scratch = Path(tempfile.gettempdir()) / f"millrace-duckdb-{os.getpid()}"
+        scratch = home() / "cache" / f"duckdb-{os.getpid()}"  # which DuckDB makes if a query needs it, and removes
         self._connection = duckdb.connect(config={"python_enable_replacements": False, "temp_directory": str(scratch)})
         tables = {
             "shard_rows": self._rows,
