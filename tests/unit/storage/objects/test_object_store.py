@@ -167,8 +167,12 @@ def test_a_budget_that_is_no_number_is_refused(store: LocalStore, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("uri", "sentence"),
-    [("gs://bucket/prefix", "gs.*s3://bucket/prefix"), ("file://data/store", "three slashes; file:///|file:///")],
-    ids=["unknown scheme", "two slashes: no folder at the root"],
+    [
+        ("gs://bucket/prefix", "gs.*s3://bucket/prefix"),
+        ("file://data/store", "three slashes; file:///|file:///"),
+        ("s3://bucket//prefix", "empty name between two slashes; use s3://bucket/prefix$"),
+        ("s3:///prefix", "empty name between two slashes; use s3://bucket/prefix$"),
+    ],
 )
 def test_a_uri_that_names_no_store_is_refused_with_one_that_does(uri: str, sentence: str):
     with pytest.raises(StoreError, match=sentence):
