@@ -7,6 +7,7 @@ In: a state folder. Out: detached processes, and `services.json`, which identifi
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
@@ -137,8 +139,6 @@ def stop_services(home: Path, services: dict[str, Service] | None = None) -> lis
 def check_prefect_database(home: Path) -> None:
     """Raise `ServiceFailed` if a newer Prefect has written the state folder's database, or if it is none: Prefect would
     try for its whole patience, and print pages."""
-    import prefect
-
     file = home / "prefect" / "prefect.db"
     if not file.exists():
         return
@@ -150,11 +150,12 @@ def check_prefect_database(home: Path) -> None:
         if "no such table" in str(error):  # a first start that was killed
             return
         raise ServiceFailed(f"Prefect's database cannot be read ({error}): {fix}") from error
-    known = Path(prefect.__file__).parent / "server" / "database" / "_migrations" / "versions" / "sqlite"
+    [package] = importlib.util.find_spec("prefect").submodule_search_locations  # type: ignore[union-attr, misc]
+    known = Path(package, "server", "database", "_migrations", "versions", "sqlite")
     texts = [migration.read_text(encoding="utf-8") for migration in known.glob("*.py")]
     if unknown := [name for name in revisions if not any(f'revision = "{name}"' in text for text in texts)]:
         raise ServiceFailed(
-            f"Prefect's database is of a newer Prefect than {prefect.__version__} (at {unknown[0]}): {fix}"
+            f"Prefect's database is of a newer Prefect than {version('prefect')} (at {unknown[0]}): {fix}"
         )
 
 

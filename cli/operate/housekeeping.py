@@ -41,7 +41,7 @@ def rm(
     console = open_console()
     try:
         log = open_named(run, store)
-    except LogDamaged:  # as a removal leaves it that was cut off
+    except (LogDamaged, InvalidInput):  # as a removal leaves it that was cut off, or damaged otherwise
         log = RunLog(open_named_store(store), run)
     with trainer_lock(log):
         num_bytes = sum(file.num_bytes for file in log.store.walk(log.prefix))

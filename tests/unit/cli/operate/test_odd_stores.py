@@ -78,6 +78,8 @@ def test_damage_costs_its_own_run_alone(what: str, store: LocalStore) -> None:
     for command in ("status bad", "report bad", "traj ls bad", "lineage bad", "promote bad"):
         shown = printed(command, status=2)
         assert "error: " in shown and (reason in shown or "no run 'bad'" in shown), command
+    if what != "no run":
+        assert "removed run bad" in printed("rm bad --yes") and store.names("runs") == ["good"]
 
 
 def test_the_exporter_says_once_which_run_is_damaged(
