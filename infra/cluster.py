@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.placement import Placement, bundle, gpu_share, node_resources, num_slots, reserve
+from infra.placement import Placement, bundle, check_cluster_answers, gpu_share, node_resources, num_slots, reserve
 from infra.scratch import scratch_folder, worker_environment
 from infra.worker_process import Host, run_function
 from settings.errors import UserError, failure_text_of_output, in_one_line
@@ -211,6 +211,7 @@ class Cluster:
         self._log_folder.mkdir(parents=True, exist_ok=True)
         # Without an address Ray would join any cluster it finds on this machine, also one of another user.
         address = os.environ.get("RAY_ADDRESS") or "local"
+        await asyncio.to_thread(check_cluster_answers, address)
         options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR}
         options |= {"log_to_driver": False, "configure_logging": False}
         if address == "local":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from infra.structured_logs import logs_are_json
 from settings.places.hints import COMMAND, executable
-from settings.places.state_folder import HOME, HOME_FOUND, find_home, home
+from settings.places.state_folder import HOME, HOME_FOUND, find_home, home, sqlite_uri
 from settings.redaction import redact_logs
 
 TELEMETRY_OFF = {
@@ -44,7 +44,7 @@ def tracking_uri(tracking: str) -> str:
 
 def local_tracking_uri() -> str:
     """The SQLite database in the state folder, which `millrace up` shows."""
-    return f"sqlite:///{home() / 'mlflow.db'}"
+    return sqlite_uri(home() / "mlflow.db")
 
 
 def cache_folder() -> Path:
@@ -144,9 +144,20 @@ def prepare_environment(run_folder: Path | None = None) -> Path:
         # Models and data sets of the hub stay where all programs of the user share them, if that place can be written.
         **({} if _is_writable(_hub_folder()) else {"HF_HOME": str(caches / "huggingface")}),
     }
+    if (database := sqlite_uri(folder / "prefect" / "prefect.db")) != f"sqlite:///{folder}/prefect/prefect.db":
+        defaults["PREFECT_API_DATABASE_CONNECTION_URL"] = database.replace("sqlite", "sqlite+aiosqlite", 1)
     if HOME not in os.environ or os.environ[HOME] == os.environ.get(HOME_FOUND):
         os.environ[HOME] = os.environ[HOME_FOUND] = str(folder)
     for key, value in defaults.items():
         if key not in os.environ or os.environ[key] == _ours.get(key):
             os.environ[key] = _ours[key] = value
+    _exempt_loopback()
     return folder
+
+
+def _exempt_loopback() -> None:
+    """Keep what this machine says to itself (prompts, keys, states of tasks) away from a user's proxy."""
+    if any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in os.environ):
+        exempt = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+        hosts = dict.fromkeys(host.strip() for host in [*exempt, "localhost", "127.0.0.1", "::1"])
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, hosts))

@@ -24,6 +24,9 @@ logger = logging.getLogger("millrace.placement")
 
 SECONDS_TO_ANSWER = 5.0
 _LOOK_SECONDS = 5.0
+_HTTP2_SETTINGS = b"\x04"
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0\0\0\0\0"
+"""How a client begins (RFC 9113, 3.4); a server answers with a frame of its settings, whose type is its fourth byte."""
 _LOOKS_PER_WARNING = 12
 
 
@@ -42,10 +45,7 @@ def nodes_to_use() -> list[dict[str, float]]:
         if gpus and visible is not None:
             gpus = len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
         return [{"CPU": float(num_slots()), **({"GPU": float(gpus)} if gpus else {})}]
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if port.isdigit():  # Ray itself would ask again for minutes
-        with path_errors(f"RAY_ADDRESS = {address!r}: no Ray cluster answers"):
-            socket.create_connection((host, int(port)), timeout=SECONDS_TO_ANSWER).close()
+    check_cluster_answers(address)
     import ray
 
     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
@@ -53,6 +53,21 @@ def nodes_to_use() -> list[dict[str, float]]:
         return node_resources()
     finally:
         ray.shutdown()
+
+
+def check_cluster_answers(address: str) -> None:
+    """Raise `InvalidInput` unless what listens at `RAY_ADDRESS` speaks HTTP/2, as Ray does, within seconds. Ray itself
+    would try for minutes, deaf to Ctrl-C."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():
+        return
+    problem = f"RAY_ADDRESS = {address!r}: no Ray cluster answers"
+    with path_errors(problem), socket.create_connection((host.strip("[]"), int(port)), SECONDS_TO_ANSWER) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+            return
+        connection.sendall(_HTTP2_GREETING)
+        if connection.recv(9)[3:4] != _HTTP2_SETTINGS:
+            raise InvalidInput(f"{problem}: something else listens there; give the address that `ray start` printed")
 
 
 def node_resources() -> list[dict[str, float]]:

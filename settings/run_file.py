@@ -11,6 +11,7 @@ import difflib
 import functools
 import tomllib
 from collections.abc import Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -358,6 +359,8 @@ def _explain(problem: Any) -> str:
         return f"{key}: must be set"
     if problem["type"] == "union_tag_invalid":
         return f"{key}.kind = {problem['ctx']['tag']!r}: there are {problem['ctx']['expected_tags']}"
+    if problem["type"] == "string_type" and isinstance(problem["input"], date | int | float):  # a bool is an int
+        return f'{key} = {problem["input"]} is no text: put it into quotes, {key} = "{problem["input"]}"'
     message = problem["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
     return f"{key} = {problem['input']!r}: {message}" if key else message
 

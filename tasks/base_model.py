@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from pathlib import Path
 
 from prefect import task
@@ -19,6 +18,7 @@ from storage.log.entries import Policy
 from storage.objects.digests import DIGEST_FILE, DigestMismatch, read_seal, sha256_of_json, verify_folder
 from storage.objects.object_store import ObjectStore
 from storage.objects.opening import open_store
+from storage.objects.staging import staging_folder
 from tasks.session import RunSession
 from trainers.model.fetch import GGUF, fetch_model
 
@@ -67,8 +67,8 @@ def make_model(*, store: str, config: RunConfig) -> str:
         return key
     from trainers.model.warmup import make_base_model
 
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "model"
+    with staging_folder(cache_folder()) as scratch:
+        folder = scratch / "model"
         make_base_model(folder, demonstrations, seed=config.seed, **config.warmup.model_dump())
         its.put_folder(folder, key, last=DIGEST_FILE)
     return key
@@ -79,8 +79,8 @@ def store_model(model: str, store: ObjectStore) -> str:
     model, is put there now if it is missing or damaged."""
     path = Path(model).expanduser()
     name = path.resolve().name if path.is_dir() else path.name.removesuffix(GGUF)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = fetch_model(model, Path(scratch) / "model")
+    with staging_folder(cache_folder()) as scratch:
+        folder = fetch_model(model, scratch / "model")
         key = f"models/{name}-{sha256_of_json(read_seal(folder).files)[:12]}"
         try:
             verify_folder(store.fetch_folder(key, cache_folder()))

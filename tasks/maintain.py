@@ -13,7 +13,7 @@ from prefect import task
 
 from infra.environment import prepare_environment
 from settings.places.state_folder import store_uri
-from storage.objects.opening import open_store
+from storage.objects.opening import open_store, probe
 from storage.retention.retention import collect_garbage
 from storage.retention.rules import make_rules
 from tasks.prefect.run_logs import log_to_prefect
@@ -28,9 +28,12 @@ async def collect_from_runs(
     """What was, or would be, freed per run by rules as of `make_rules`. Raises `InvalidInput` and `NotFound`."""
     prepare_environment()
     log_to_prefect()
+    opened = open_store(store_uri(store))
+    if not dry_run:
+        await asyncio.to_thread(probe, opened, with_data=False)
     reports = await asyncio.to_thread(
         collect_garbage,
-        open_store(store_uri(store)),
+        opened,
         runs,
         make_rules(**rules),
         dry_run=dry_run,

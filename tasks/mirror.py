@@ -30,7 +30,8 @@ from storage.log.entries import Registration
 from storage.log.run_log import RunLog
 from storage.log.runs import is_training, outcome, teller_lock
 from storage.tracking.follower import Follower, FollowerUnavailable
-from storage.tracking.registry import Registry, RegistryUnavailable
+from storage.tracking.mlflow_run import RegistryUnavailable
+from storage.tracking.registry import Registry
 from storage.tracking.trackers import Tracker
 
 logger = logging.getLogger("millrace.track")

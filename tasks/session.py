@@ -115,9 +115,9 @@ def _prepare() -> None:
     log_to_prefect()
 
 
-def run_log(*, store: str, run: str) -> RunLog:
-    """The log of an existing run. Raises `NotFound` for an unknown run."""
-    return open_run(open_store(store_uri(store)), run)
+def run_log(*, store: str, run: str, appends: bool = False) -> RunLog:
+    """The log of an existing run; `appends` as in `open_run`. Raises `NotFound` for an unknown run."""
+    return open_run(open_store(store_uri(store)), run, appends=appends)
 
 
 @contextlib.asynccontextmanager
@@ -164,7 +164,7 @@ async def reading_session(
     There is room for one engine, or for a trainer if it `trains`. Raises `NotFound` for an unknown run.
     """
     _prepare()
-    log, num_engines = run_log(store=store, run=config.run), 0 if trains else 1
+    log, num_engines = run_log(store=store, run=config.run, appends=not trains), 0 if trains else 1
     with reading(log, what):
         async with _session(log, config, trains=trains, tracking=tracking, num_engines=num_engines) as session:
             yield session
@@ -179,7 +179,7 @@ def producing_session(
     something random, so that no two have one name. Raises `NotFound` for an unknown run.
     """
     _prepare()
-    log = run_log(store=store, run=config.run)
+    log = run_log(store=store, run=config.run, appends=True)
     return _session(log, config, trains=False, names=f"{name}-{uuid.uuid4().hex[:6]}", outside=True)
 
 

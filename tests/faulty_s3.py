@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 import http.client
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -35,7 +36,9 @@ class Fault(enum.Enum):
     READ_ONLY = (403, "AccessDenied", "Access Denied.")  # these keys may read and not write
     DISK_FULL = (507, "XMinioStorageFull", "Storage backend has reached its minimum free drive threshold.")
     REFUSE_CONDITION = (501, "NotImplemented", "A header you provided implies functionality not implemented.")
+    REFUSE_CHECKSUM = (501, "NotImplemented", "A header you provided implies functionality that is not implemented.")
     IGNORE_CONDITION = "`If-None-Match` is taken away: a server that does not know it"
+    CHECK_THEN_WRITE = "a server that looks for the key and then writes: of two writers at once both win"
     DAMAGE = "a bit of the request's body is flipped (for servers that check no signature), or else one of the answer's"
     CUT_REQUEST = "the connection ends when the server has half of the request's body"
     CUT_ANSWER = "the connection ends when the client has half of the answer's body"
@@ -43,8 +46,11 @@ class Fault(enum.Enum):
     STALL = "no answer at all until the proxy is closed"
 
 
-ABOUT_CONDITIONS = {Fault.IGNORE_CONDITION, Fault.REFUSE_CONDITION, Fault.CONFLICT}
-"""They happen only to requests with `If-None-Match`."""
+ABOUT = dict.fromkeys(
+    [Fault.IGNORE_CONDITION, Fault.REFUSE_CONDITION, Fault.CONFLICT, Fault.CHECK_THEN_WRITE], "if-none-match"
+)
+ABOUT[Fault.REFUSE_CHECKSUM] = "x-amz-checksum"
+"""They happen only to requests with a header that begins so."""
 NOT_FORWARDED = {"connection", "expect", "transfer-encoding", "content-length"}
 ALWAYS = 10**9
 
@@ -76,6 +82,7 @@ class FaultyS3:
         self.is_up = threading.Event()
         """Requests wait until it is set."""
         self.is_up.set()
+        self.two_writers = threading.Barrier(2)
         self._plans: list[_Plan] = []
         self._lock = threading.Lock()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
@@ -92,12 +99,13 @@ class FaultyS3:
         with self._lock:
             self._plans.clear()
 
-    def take(self, method: str, path: str, *, is_conditional: bool) -> Fault | None:
+    def take(self, method: str, path: str, *, headers: Iterable[str]) -> Fault | None:
         """The fault of this request, which is then used up."""
         with self._lock:
             for plan in self._plans:
                 fits = plan.method == method and plan.part in path
-                if plan.times and fits and (is_conditional or plan.fault not in ABOUT_CONDITIONS):
+                about = ABOUT.get(plan.fault, "")
+                if plan.times and fits and any(name.lower().startswith(about) for name in headers):
                     plan.times -= 1
                     return plan.fault
         return None
@@ -135,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         assert "Transfer-Encoding" not in self.headers, "the proxy reads bodies by their length"
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {name: value for name, value in self.headers.items() if name.lower() not in NOT_FORWARDED}
-        fault = proxy.take(self.command, self.path, is_conditional="If-None-Match" in self.headers)
+        fault = proxy.take(self.command, self.path, headers=list(self.headers))
         status, answer_headers, answer = 0, dict[str, str](), b""
         if fault is Fault.STALL:
             proxy.closing.wait()
@@ -148,7 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
             answer = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
             answer_headers["Content-Type"] = "application/xml"
         else:
-            if fault is Fault.IGNORE_CONDITION:
+            is_free = fault is Fault.CHECK_THEN_WRITE and self._is_free()
+            if fault is Fault.IGNORE_CONDITION or is_free:
                 headers = self._signed_again({k: v for k, v in headers.items() if k.lower() != "if-none-match"}, body)
             damaged = fault is Fault.DAMAGE
             status, answer_headers, answer = self._forward(headers, _damaged(body) if damaged and body else body)
@@ -170,6 +179,18 @@ class _Handler(BaseHTTPRequestHandler):
             data = answer.read()
             kept = {k: v for k, v in answer.getheaders() if k.lower() not in NOT_FORWARDED - {"content-length"}}
             return answer.status, kept, data
+
+    def _is_free(self) -> bool:
+        """Whether nothing has this key; if so, after a moment in which another request may ask the same."""
+        empty = hashlib.sha256(b"").hexdigest()
+        headers = {"Host": self.headers["Host"], "x-amz-content-sha256": empty}
+        command, self.command = self.command, "HEAD"
+        status, _, _ = self._forward(self._signed_again(headers, b""), b"")
+        self.command = command
+        if status == 404:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                self.proxy.two_writers.wait(timeout=0.3)
+        return status == 404
 
     def _upstream(self, headers: dict[str, str], length: int) -> http.client.HTTPConnection:
         """A connection to the real server that has got the request's head; its Host stays the proxy's, as signed."""

@@ -8,9 +8,9 @@ weights need equal threads and ranks.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
-import tempfile
 from pathlib import Path
 
 from settings.run_file import RunConfig
@@ -19,6 +19,7 @@ from storage.log.replay_plan import CannotReplay, ReplayedStep, ReplayPlan, late
 from storage.log.runs import open_run
 from storage.objects.digests import WEIGHTS_FILE, DigestMismatch
 from storage.objects.opening import open_store
+from storage.objects.staging import staging_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from storage.shards.shards import DamagedShard
 from trainers.checkpoint import load_state
@@ -45,7 +46,8 @@ class ReplayWorker:
         self._changed = changed
         self._rewards = rewards
         self._reference = reference
-        self._scratch = Path(tempfile.mkdtemp(prefix="millrace-replay-"))
+        self._held = contextlib.ExitStack()
+        self._scratch = self._held.enter_context(staging_folder(trainer.cache, trainer.policy_bytes))
         self.opened = opened
         """The step whose saved state was loaded; 0: the base policy."""
 
@@ -123,7 +125,7 @@ class ReplayWorker:
 
     def close(self) -> None:
         """Remove the temporary files."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._held.close()
 
     def _enter_span(self) -> None:
         if self._changed != self._trainer.config:

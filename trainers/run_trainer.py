@@ -14,7 +14,6 @@ import functools
 import json
 import logging
 import math
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from storage.log.replay_plan import saved_steps
 from storage.log.run_log import RunLog
 from storage.log.runs import model_key
 from storage.objects.digests import WEIGHTS_FILE, DigestMismatch, sha256_of, verify_folder
+from storage.objects.staging import staging_folder
 from storage.policies.adapters import check_adapters
 from storage.policies.policies import PolicyReader
 from storage.shards.reward_sets import read_rewards, with_rewards
@@ -56,6 +56,8 @@ class RunTrainer:
         self.cache = cache
         self.policies = PolicyReader(log, cache)
         self._base_folder = self.policies.fetch(log.state.policies[0])
+        self.policy_bytes = sum(file.stat().st_size for file in self._base_folder.iterdir())
+        """About the size of every policy written whole."""
         self._base_tokenizer = tokenizer_sha256(self._base_folder)
         self.trainer = Trainer(self._base_folder, config, reference=self._reference(reference))
         if config.train.lora is None:
@@ -184,8 +186,8 @@ class RunTrainer:
     def settle(self, step: Step) -> bool:
         """True when the weights are those `step` made; if not, take the recorded ones. Raises `FileNotFoundError` if
         those are gone, `storage.objects.digests.DigestMismatch` if they are altered."""
-        with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
-            digest = self.save_policy(Path(scratch) / "policy")
+        with staging_folder(self.cache, self.policy_bytes) as scratch:
+            digest = self.save_policy(scratch / "policy")
         if digest == step.policy.weights_sha256 or self.is_base(step.policy):
             return True
         logger.warning(

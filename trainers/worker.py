@@ -9,11 +9,11 @@ run: the last saved state, then the recorded steps since then, from their record
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 import os
-import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -26,6 +26,7 @@ from storage.log.run_state import Conflict
 from storage.log.runs import open_run
 from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE
 from storage.objects.opening import open_store
+from storage.objects.staging import staging_folder
 from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyWriter
 from trainers.model.distributed import agreed, on_every_rank, on_first_rank, rank
 from trainers.refusals import RefusedShards
@@ -45,7 +46,8 @@ class TrainerWorker:
         """How many recorded steps were trained again to restore the optimizer."""
         self._unsaved: tuple[Claim, dict[str, float]] | None = None
         self._policy_path: str | None = self._live().path  # of the weights' policy; None while the log knows none
-        self._outbox = tempfile.TemporaryDirectory(prefix="millrace-") if sends and rank() == 0 else None
+        self._held = contextlib.ExitStack()
+        self._outbox = self._held.enter_context(staging_folder(trainer.cache)) if sends and rank() == 0 else None
         self._sendable = -1  # version of the weights in there
         self._policies = PolicyWriter(self._log, trainer.cache, anchor_every=trainer.config.train.anchor_every)
 
@@ -84,16 +86,15 @@ class TrainerWorker:
         # A retry after a failed save must not train the same claim a second time.
         train_seconds = time.perf_counter() - started - load_seconds
         phases = {**extra_metrics, "load_seconds": load_seconds, "train_seconds": train_seconds}
-        with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
+        with staging_folder(self._trainer.cache, self._trainer.policy_bytes) as folder:
             # All ranks gather; the rest is up to rank 0.
-            folder = Path(scratch)
             digest = "" if claim.fallback == "skip_step" else self._trainer.save_policy(folder / "policy")
             if claim.step % self._trainer.config.train.checkpoint_every == 0:
                 self._trainer.save_state(folder / "state", step=claim.step)
             clocks = {"round_started": round_started, "started": started}
             on_first_rank(lambda: self._commit(claim, folder, digest, phases, session_id=session_id, **clocks))
             if self._outbox is not None and digest:
-                os.replace(folder / "policy" / WEIGHTS_FILE, Path(self._outbox.name) / WEIGHTS_FILE)
+                os.replace(folder / "policy" / WEIGHTS_FILE, self._outbox / WEIGHTS_FILE)
                 self._sendable = claim.base_version + 1
         on_every_rank(self._catch_up)
         return self._took(claim)
@@ -107,12 +108,13 @@ class TrainerWorker:
         if self._outbox is None:
             return
         try:
-            send(Path(self._outbox.name) / WEIGHTS_FILE, broadcast)
+            send(self._outbox / WEIGHTS_FILE, broadcast)
         except Exception as error:  # noqa: BLE001 - whatever torch raises; alone it must not end the ranks
             logger.warning("policy %d was not broadcast: %s: %s", broadcast.version, type(error).__name__, error)
 
     def close(self) -> None:
-        """Nothing to release: what matters is in the store."""
+        """Remove what was kept to be sent. What matters is in the store."""
+        self._held.close()
 
     def _mend_newest(self) -> None:
         """Write the newest policy whole if it is a damaged delta: its weights are here, made anew. Raises
@@ -121,8 +123,8 @@ class TrainerWorker:
         damage = on_first_rank(lambda: self._trainer.policies.damage_of(live))
         if not damage:
             return
-        with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
-            folder = Path(scratch) / "policy"
+        with staging_folder(self._trainer.cache, self._trainer.policy_bytes) as scratch:
+            folder = scratch / "policy"
             if self._trainer.save_policy(folder) != live.weights_sha256:
                 raise DamagedDelta(damage)
             on_first_rank(lambda: self._log.store.put_folder(folder, live.path, last=DIGEST_FILE))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("millrace.exporter")
 
 _GAUGES = {
+    "damaged": "1 for a run that cannot be read; the exporter logs why. It has no other metric.",
     "training": "1 while a process of this machine trains the run.",
     "steps": "Optimizer steps done.",
     "policy_version": "Newest policy.",
@@ -75,12 +76,14 @@ def exporter(
 
 
 class RunCollector:
-    """Folds what is new in each run's log when it is asked. A log that cannot be read is left out and named."""
+    """Folds what is new in each run's log when it is asked. Of a damaged run there is only `millrace_damaged`; why is
+    logged once."""
 
     def __init__(self, store: ObjectStore) -> None:
         from storage.log.runs import RunLogs
 
         self._runs = RunLogs(store)
+        self._damaged: dict[str, str] = {}
         self._asking = threading.Lock()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -92,12 +95,15 @@ class RunCollector:
             for name, text in _GAUGES.items()
         }
         with self._asking:
-            for run_id, log in self._runs.look().items():
-                if isinstance(log, str):
-                    logger.warning("run %s is left out: %s", run_id, log)
-                    continue
-                for name, value, *labels in _values(log):
-                    families[name].add_metric([log.run_id, *labels], value)
+            values, damaged = self._runs.look(lambda log: list(_values(log)))
+            for run, reason in damaged.items():
+                values[run] = [("damaged", 1.0)]
+                if self._damaged.get(run) != reason:
+                    logger.warning("run %s is left out: %s", run, reason)
+            self._damaged = damaged
+        for run, of_run in values.items():
+            for name, value, *labels in of_run:
+                families[name].add_metric([run, *labels], value)
         yield from families.values()
 
 
@@ -108,6 +114,7 @@ def _values(log: RunLog) -> Iterator[tuple[Any, ...]]:
     from storage.log.runs import is_training
 
     state = log.state
+    yield "damaged", 0.0
     yield "training", float(is_training(log))
     yield "steps", state.step
     yield "trajectories", state.num_trajectories

@@ -41,7 +41,7 @@ def rm(
     console = open_console()
     try:
         log = open_named(run, store)
-    except LogDamaged:  # as a removal leaves it that was cut off
+    except (LogDamaged, InvalidInput):  # as a removal leaves it that was cut off, or damaged otherwise
         log = RunLog(open_named_store(store), run)
     with trainer_lock(log):
         num_bytes = sum(file.num_bytes for file in log.store.walk(log.prefix))
@@ -68,6 +68,7 @@ def gc(
 
     A policy is also kept while it is the base model, live, has an alias or the best score.
     """
+    from storage.objects.opening import probe
     from storage.retention.retention import collect_garbage
     from storage.retention.rules import make_rules
 
@@ -75,6 +76,8 @@ def gc(
     if as_json and not (dry_run or sure):
         raise InvalidInput("--json cannot ask; add --dry-run to look, or --yes to remove")
     opened, console = open_named_store(store), open_console()
+    if not dry_run:
+        probe(opened, with_data=False)
     collect = functools.partial(collect_garbage, opened, runs or [], rules, ignore_readers=ignore_readers)
     reports = collect(dry_run=dry_run or not as_json)
     if as_json:

@@ -83,7 +83,7 @@ def _version(log: RunLog, name: str, tracking: str) -> int:
     if (version := find_version(log, name)) is not None:
         return version
     from storage.tracking.follower import FollowerUnavailable
-    from storage.tracking.registry import registered_version
+    from storage.tracking.mlflow_run import registered_version
 
     try:
         return registered_version(log, name, tracking_uri=tracking_uri(tracking))

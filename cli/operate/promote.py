@@ -33,7 +33,7 @@ def promote(
     from storage.log.promotion import promote as promote_policy
     from storage.log.runs import run_config
 
-    log = open_named(run, store)
+    log = open_named(run, store, appends=True)
     if max_gap is None:
         max_gap = gap_of(run_config(log))
     _announce(log, promote_policy(log, version, max_gap=max_gap), "", as_json=as_json, tracking=tracking)
@@ -43,7 +43,7 @@ def rollback(run: str, as_json: JsonOption = False, store: StoreOption = "", tra
     """Put the alias `champion` back on the champion before this one."""
     from storage.log.promotion import roll_back
 
-    log = open_named(run, store)
+    log = open_named(run, store, appends=True)
     _announce(log, roll_back(log), " again", as_json=as_json, tracking=tracking)
 
 

@@ -97,7 +97,7 @@ def run_status(log: RunLog, config: dict[str, Any] | None = None) -> dict[str, A
         "maj_at": last.maj_at if last else None,
         "evaluations": len(state.evaluations),
         "failed_evaluations": sum(evaluation.failed for evaluation in state.evaluations),
-        "peak_memory_bytes": int(max((step.metrics["peak_memory_bytes"] for step in state.steps), default=0)),
+        "peak_memory_bytes": int(max((step.metrics.get("peak_memory_bytes", 0) for step in state.steps), default=0)),
         "mlflow_model": registration.model_name if registration else None,
         "mlflow_version": registration.registry_version if registration else None,
         "paused": state.paused or None,
@@ -328,19 +328,21 @@ def runs(store: StoreOption = "", as_json: JsonOption = False) -> None:
     elif listed:
         console.print(_runs_table(listed))
         for run in listed:
-            if run["ended"]:
-                console.print(Text(one_line(f"{run['run']} {run['ended']}"), style="yellow"), soft_wrap=True)
+            if text := f"is damaged: {run['damaged']}" if run["damaged"] else run["ended"]:
+                console.print(Text(one_line(f"{run['run']} {text}"), style="yellow"), soft_wrap=True)
     else:
         train = command("train", "RUNFILE")
         console.print(escape(f"no runs in {opened.uri} yet; `{train}` makes one"), soft_wrap=True)
 
 
 def list_runs(store: ObjectStore) -> list[dict[str, Any]]:
-    """One dictionary of plain values per run; times in seconds since 1970."""
-    from storage.log.runs import open_run
+    """One dictionary of plain values per run; times in seconds since 1970. Of what is damaged, or
+    no run, there is only the reason."""
+    from storage.log.runs import RunLogs
 
-    logs = [open_run(store, name) for name in store.names("runs") if store.exists(f"runs/{name}/run.json")]
-    return sorted(map(_run_facts, logs), key=lambda run: run["last_entry_at"] or 0.0, reverse=True)
+    facts, damaged = RunLogs(store).look(_run_facts)
+    listed = sorted(facts.values(), key=lambda run: run["last_entry_at"] or 0.0, reverse=True)
+    return listed + [{"run": run, "damaged": reason} for run, reason in damaged.items()]
 
 
 def _run_facts(log: RunLog) -> dict[str, Any]:
@@ -353,6 +355,7 @@ def _run_facts(log: RunLog) -> dict[str, Any]:
     champion = state.aliases.get(CHAMPION)
     return {
         "run": log.run_id,
+        "damaged": None,
         "workflow": config.get("workflow"),
         "is_training": is_training(log),
         "ended": end_sentence(log),
@@ -372,6 +375,9 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
     names = ["run", "workflow", "", "steps", "attempts", "held-out", "tasks", "champion", "last entry"]
     rows = []
     for run in runs:
+        if run["damaged"]:
+            rows.append(dict.fromkeys(names, "-") | {"run": escape(one_line(run["run"])), "": "damaged"})
+            continue
         scores = [run["accuracy_before"], run["accuracy_after"]][-run["evaluations"] :]
         cells = (
             run["run"],
@@ -385,7 +391,7 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
             "-" if run["last_entry_at"] is None else ago(time.time() - run["last_entry_at"]),
         )
         rows.append(dict(zip(names, cells, strict=True)))
-    if all(run["champion"] is None for run in runs):
+    if all(run.get("champion") is None for run in runs):
         names.remove("champion")
     table = plain_table(*names, right=("steps", "attempts", "tasks", "champion"))
     for row in rows:

@@ -90,7 +90,7 @@ def pause(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None:
     """Pause a run on every machine: nothing new begins; what is running is finished and committed."""
     from storage.log.entries import Pause
 
-    log = open_named(run, store)
+    log = open_named(run, store, appends=True)
     if earlier := log.state.paused:
         typer.echo(f"run {run} is paused already: {earlier}")
         return
@@ -105,7 +105,7 @@ def resume(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None
     """Continue a paused run."""
     from storage.log.entries import Resume
 
-    log = open_named(run, store)
+    log = open_named(run, store, appends=True)
     if not log.state.paused:
         typer.echo(f"run {run} is not paused; it stands at step {log.state.step}")
         return

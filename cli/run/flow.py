@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.logging import RichHandler
 
-from infra.services import ServiceFailed, end_orphaned_servers, running_services
+from infra.services import ServiceFailed, check_prefect_database, end_orphaned_servers, running_services
 from infra.structured_logs import log_driver, logs_are_json
 from settings.errors import UserError, path_errors
 from settings.places.hints import command
@@ -44,6 +44,8 @@ def run_flow(
             home().mkdir(parents=True, exist_ok=True)
         end_orphaned_servers(home())
         use_running_services()
+        if not os.environ.get("PREFECT_API_URL"):
+            check_prefect_database(home())
         _check_prefect_answers()
     except UserError:
         flow.close()

@@ -43,7 +43,7 @@ def rescore(
     from storage.log.runs import local_config
     from storage.retention.retention import reading
 
-    log, console = open_named(run, store), open_console(stderr=as_json)
+    log, console = open_named(run, store, appends=True), open_console(stderr=as_json)
     config = make_config(local_config(log), source=f"run {run}")
     function, rewards = load_reward(absolute_path(reward), name=name)
     rescoring = Rescoring(

@@ -32,13 +32,14 @@ def open_named_store(store: str) -> ObjectStore:
     return open_store(store_uri(store))
 
 
-def open_named(run: str, store: str) -> RunLog:
-    """The log of a run in a store, or in the default one. Raises `NotFound` listing the runs there are."""
+def open_named(run: str, store: str, *, appends: bool = False) -> RunLog:
+    """The log of a run in a store, or in the default one; `appends` as in `open_run`. Raises `NotFound` listing the
+    runs there are."""
     from storage.log.runs import open_run
 
     opened = open_named_store(store)
     with path_errors(f"store {opened.uri}"):
-        return open_run(opened, run)
+        return open_run(opened, run, appends=appends)
 
 
 _FILE_TYPES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".zip", ".tar", ".gz"}

@@ -41,7 +41,7 @@ def export(
     check_target(file, "OUT.parquet", suffix=".parquet")
     with reading(log, f"traj export {kind}"):
         log.refresh()  # what retention has taken since is known from here on, and it takes nothing more
-        queries = open_queries(log, verify=True)
+        queries = open_queries(log)
         num_rows = export_rows(queries, file, kind, where=where, margin=margin, include_eval=include_eval, force=force)
     what = counted(num_rows, "conversation" if kind == "sft" else "pair")
     console.print(f"{what}, {size(file.stat().st_size)}: {escape(str(file))}")

@@ -143,23 +143,18 @@ def outcome_of(row: Mapping[str, Any]) -> str:
 
 
 def _rows_of(log: RunLog, queries: Queries, sql: str, parameters: Sequence[Any]) -> list[dict[str, Any]]:
-    """Whole rows of what `sql` finds, in its order. Only they are read whole, and their files verified."""
+    """Whole rows of what `sql` finds, in its order. Only of their shards is every column unpacked."""
     from storage.views.queries import open_queries
 
-    while True:
-        keys = [(r["shard_id"], r["group_id"], r["attempt"]) for r in queries.select(sql, parameters).to_pylist()]
-        whole = open_queries(log, shard_ids=dict.fromkeys(shard_id for shard_id, _, _ in keys), verify=True)
-        table = whole.select(
-            """
-            SELECT r.*, r.group_id || '/' || r.attempt AS id, g.outcome, g.step, g.policy_version
-            FROM shard_rows r LEFT JOIN groups g ON g.shard_id = r.shard_id AND g.id = r.group_id
-            WHERE r.group_id IN (SELECT unnest(?::VARCHAR[])) ORDER BY r.sequence_idx
-            """,
-            [[group_id for _, group_id, _ in keys]],
-        )
-        if not whole.left_out:
-            break
-        queries.left_out.update(whole.left_out)  # which makes the next attempt pass them over
+    keys = [(r["shard_id"], r["group_id"], r["attempt"]) for r in queries.select(sql, parameters).to_pylist()]
+    table = open_queries(log, shard_ids=dict.fromkeys(shard_id for shard_id, _, _ in keys)).select(
+        """
+        SELECT r.*, r.group_id || '/' || r.attempt AS id, g.outcome, g.step, g.policy_version
+        FROM shard_rows r LEFT JOIN groups g ON g.shard_id = r.shard_id AND g.id = r.group_id
+        WHERE r.group_id IN (SELECT unnest(?::VARCHAR[])) ORDER BY r.sequence_idx
+        """,
+        [[group_id for _, group_id, _ in keys]],
+    )
     rows: dict[tuple[str, str, int], list[dict[str, Any]]] = {key: [] for key in keys}
     for row in table.to_pylist():
         if (key := (row["shard_id"], row["group_id"], row["attempt"])) in rows:

@@ -93,8 +93,9 @@ class Pages:
     def runs(self) -> dict[str, Any]:
         """Every run in a line, the one that was worked on last first; of a damaged one, the reason."""
         with self._folding:
-            lines = [self._line(name, log) for name, log in self._logs.look().items()]
-        lines.sort(key=lambda line: line.get("last_at") or 0.0, reverse=True)
+            facts, damaged = self._logs.look(lambda log: {"run": log.run_id, "damaged": "", **_facts(self._watch(log))})
+        lines = sorted(facts.values(), key=lambda line: line["last_at"], reverse=True)
+        lines += [{"run": name, "damaged": reason} for name, reason in damaged.items()]
         return {"store": without_secrets(self.store.uri), "runs": lines}
 
     def get(self, run: str, part: str, **asked: str) -> Any:
@@ -103,7 +104,7 @@ class Pages:
         if light is None and heavy is None:
             raise NotFound(f"there is no page {part!r} of a run")
         with self._folding:
-            watched = self._watch(run)
+            watched = self._watch(self._logs.open(run))
             if light is not None:
                 watched.curves.update(watched.log)
                 return light(watched, **asked)
@@ -120,24 +121,14 @@ class Pages:
     def version(self, run: str) -> str:
         """Another one whenever the run has changed. Raises as `get`."""
         with self._folding:
-            watched = self._watch(run)
+            watched = self._watch(self._logs.open(run))
             return f"{id(watched):x}-{watched.log.state.entries}-{int(is_training(watched.log))}"
 
-    def _watch(self, run: str) -> _Watched:
-        """The run as it is now."""
-        log = self._logs.open(run)
-        watched = self._watched.get(run)
+    def _watch(self, log: RunLog) -> _Watched:
+        watched = self._watched.get(log.run_id)
         if watched is None or watched.log is not log:
-            watched = self._watched[run] = _Watched(log)
+            watched = self._watched[log.run_id] = _Watched(log)
         return watched
-
-    def _line(self, name: str, log: RunLog | str) -> dict[str, Any]:
-        if isinstance(log, RunLog):
-            try:
-                return {"run": name, "damaged": "", **_facts(self._watch(name))}
-            except (ValueError, KeyError, OSError) as error:  # for example a run.json that is no JSON
-                log = f"{type(error).__name__}: {error}"
-        return {"run": name, "damaged": without_secrets(log)}
 
 
 def _facts(watched: _Watched) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def create_app(store: ObjectStore, *, host: str = "127.0.0.1", token: str = "") 
 
     @app.post("/api/runs/{run}/promote")
     def promote_policy(run: str, body: _Promotion) -> Response:
-        log = open_run(store, run)
+        log = open_run(store, run, appends=True)
         alias = promote(log, body.version, max_gap=gap_of(run_config(log)))
         return _json({"champion": alias.version, "mlflow": bring_to_mlflow(log)})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.parse import unquote
 
 HOME, HOME_FOUND, STORE = "MILLRACE_HOME", "MILLRACE_HOME_FOUND", "MILLRACE_STORE"
 _NAME = ".millrace"
@@ -34,3 +35,13 @@ def store_uri(store: str = "", *, within: Path | None = None) -> str:
     if "://" in store:
         return store
     return (Path(store).expanduser().resolve() if store else (within or home()) / "store").as_uri()
+
+
+def sqlite_uri(file: Path) -> str:
+    """The URI of an SQLite database, in which `%` and `?` have a meaning."""
+    return "sqlite:///" + str(file).replace("%", "%25").replace("?", "%3F")
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """The file of such a URI; None for a URI of anything else."""
+    return Path(unquote(uri.removeprefix("sqlite:///"))) if uri.startswith("sqlite:///") else None

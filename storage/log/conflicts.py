@@ -96,6 +96,8 @@ def check_fits(state: RunState, body: Entry) -> None:
             raise Conflict(f"policy version {body.version} is already published")
         case entries.Quarantine() if body.shard_id not in state.shards:
             raise Conflict(f"shard {body.shard_id} is not in this log")
+        case entries.Alias(version=version) if version not in state.policies:
+            raise Conflict(f"policy version {version} is not in this log")
         case entries.Alias(version=version) if version in state.retired_policies:
             raise Conflict(f"policy version {version} was retired: its weights are gone")
         case entries.Rescore(name=name, reward_sha256=digest):

@@ -80,6 +80,8 @@ class _Line(msgspec.Struct):
     body: msgspec.Raw
 
 
+_LAST_YEAR = 2.0e11
+"""Unix seconds, of the year 8307: what is later cannot be shown."""
 _KINDS = {record: kind for kind, record in ENTRY_KINDS.items()}
 _LINE = msgspec.json.Decoder(_Line)
 _BODIES: dict[str, msgspec.json.Decoder[Any]] = {
@@ -104,4 +106,6 @@ def decode_entry(document: bytes, *, number: int) -> LogEntry:
         values = json.loads(document)
         kind, written_at = values["kind"], values["written_at"]
         body = from_json(ENTRY_KINDS[kind], values["body"])
+    if not (isinstance(written_at, int | float) and abs(written_at) < _LAST_YEAR):
+        raise ValueError(f"written_at = {written_at!r} is no time")
     return LogEntry(number=number, kind=kind, written_at=written_at, body=body)

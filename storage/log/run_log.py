@@ -105,9 +105,9 @@ class RunLog:
                 state = self.refresh()
                 if holds(state, body):
                     return state
-                check_fits(state, body)
                 data = encode_entry(body, number=state.entries, written_at=time.time())
                 decode_entry(data, number=state.entries)  # an entry that cannot be read back is not written
+                check_fits(state, body)
                 if self.store.put_if_absent(self._entry_key(state.entries), data):
                     self.refresh()
                     self._write_segments()
@@ -121,9 +121,12 @@ class RunLog:
         entry = read_entry(document, number=number, source=f"{self.store.uri}/{self._entry_key(number)}")
         try:
             check_fits(self.state, entry.body)
-        except Conflict as error:
-            raise LogDamaged(f"log entry {number}: {error}") from error
-        self.state.apply(entry)
+            self.state.apply(entry)
+        except Exception as error:  # an entry that no version writes may contradict the log in any way
+            problem = str(error) if isinstance(error, Conflict) else repr(error)
+            raise LogDamaged(
+                f"log entry {number}: {problem} (in {self.store.uri}/{self._entry_key(number)})"
+            ) from error
         self._documents.append(document)
 
     def _entry_key(self, number: int) -> str:

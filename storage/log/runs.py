@@ -14,17 +14,23 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 from settings.errors import InvalidInput, NotFound, UserError
 from settings.places.hints import command
 from settings.places.run_paths import absolute_paths, local_paths, moved_paths, recorded_paths
+from settings.redaction import without_secrets
 from storage.log.entries import Evaluation, Outcome, Policy
 from storage.log.run_log import RunLog
+from storage.log.run_state import LogDamaged
 from storage.objects.digests import sha256_of, sha256_of_json
 from storage.objects.object_store import LocalStore, ObjectStore
+from storage.objects.opening import probe
+
+Made = TypeVar("Made")
 
 MAY_CHANGE = frozenset({"steps", "tracking", "store"})
 """Configuration keys that a resumed run may set to other values: they do not change what a committed step means."""
@@ -33,6 +39,8 @@ MAY_DIFFER = frozenset({"train.num_ranks", "rollout.num_workers", "rollout.on_ou
 """Keys that say where a run computes, and one that runs of before it may set to what they did. The recorded values are
 for its replays; a resumed run may use others."""
 
+_TABLES = ("evaluation", "rollout", "engine", "train")
+"""Tables of every configuration."""
 _LONGEST_STALL = 1800.0
 """Seconds, for a run whose configuration does not say."""
 _TRIES = 5
@@ -76,6 +84,7 @@ def create_run(
     folder = (folder or Path.cwd()).absolute()
     frozen = recorded_paths(_frozen(config), folder)
     document = {"run_id": run_id, "folder": str(folder), "config": frozen, "config_sha256": sha256_of_json(frozen)}
+    document["birth"] = uuid.uuid4().hex
     key = f"runs/{run_id}/run.json"
     if not store.put_if_absent(key, json.dumps(document, indent=1).encode()):
         log = open_run(store, run_id)
@@ -129,12 +138,19 @@ def model_key(model: str) -> str:
     return f"models/{Path(model).name}-{sha256_of_json(model)[:8]}"
 
 
-def open_run(store: ObjectStore, run_id: str) -> RunLog:
-    """The log of an existing run, folded. Raises `NotFound`, which lists the runs that exist."""
-    if not store.exists(f"runs/{run_id}/run.json"):
-        names = ", ".join(store.names("runs")) or "none yet"
-        raise NotFound(f"no run {run_id!r} in {store.uri}; runs there: {names}")
+def open_run(store: ObjectStore, run_id: str, *, appends: bool = False) -> RunLog:
+    """The log of an existing run, folded. If the caller `appends` to it, the store is probed, without data of size.
+
+    Raises `NotFound`, which lists the runs that exist, `LogDamaged`, and what `probe` does.
+    """
     log = RunLog(store, run_id)
+    try:
+        _run_document(log)
+    except FileNotFoundError:
+        names = ", ".join(store.names("runs")) or "none yet"
+        raise NotFound(f"no run {run_id!r} in {store.uri}; runs there: {names}") from None
+    if appends:
+        probe(store, with_data=False)
     log.refresh()
     return log
 
@@ -146,17 +162,19 @@ class RunLogs:
         self.store = store
         self._opened: dict[str, tuple[list[bytes | None], RunLog]] = {}
 
-    def look(self) -> dict[str, RunLog | str]:
-        """Every run by name, as it is now; of one that cannot be read, the reason."""
-        runs: dict[str, RunLog | str] = {}
+    def look(self, describe: Callable[[RunLog], Made]) -> tuple[dict[str, Made], dict[str, str]]:
+        """What `describe` says of every run, by name; and the reason for each folder of which it can say nothing."""
+        runs: dict[str, Made] = {}
+        damaged: dict[str, str] = {}
         for name in self.store.names("runs"):
             try:
-                runs[name] = self.open(name)
+                runs[name] = describe(self.open(name))
             except NotFound:
-                continue  # a folder without a run, or a run that is being removed
-            except (UserError, OSError) as error:
-                runs[name] = str(error)
-        return runs
+                damaged[name] = "it has no run.json: it is no run, or is being removed"
+            except Exception as error:  # noqa: BLE001 - whatever one run has come to, the others are served
+                known = isinstance(error, UserError | OSError)
+                damaged[name] = without_secrets(str(error) if known else f"{type(error).__name__}: {error}")
+        return runs, damaged
 
     def open(self, name: str) -> RunLog:
         """One run, as it is now. Raises `NotFound`, `LogDamaged`, `StoreError`, `OSError`."""
@@ -165,6 +183,7 @@ class RunLogs:
         if document is None:
             self._opened.pop(name, None)
             raise NotFound(f"no run {name!r} in {self.store.uri}; it may have been removed")
+        _parsed(document, source=f"{self.store.uri}/{folder}/run.json")
         begun, log = self._opened.get(name) or ([], RunLog(self.store, name))
         if begun not in ([], [document, None], [document, first]):  # removed, and begun anew under its name
             log = RunLog(self.store, name)
@@ -196,6 +215,12 @@ def run_config(log: RunLog) -> dict[str, Any]:
     return config
 
 
+def birth_id(log: RunLog) -> str:
+    """What no other run has, not even one of its name in its store, and what it keeps if the store is moved; empty in a
+    run from before this was recorded."""
+    return str(_run_document(log).get("birth", ""))
+
+
 def local_config(log: RunLog) -> dict[str, Any]:
     """The same with absolute paths: from the folder of the run file, or from where that is now, if it was moved or this
     is another machine, under the current folder or the one with the store. A run of before the folder was recorded has
@@ -210,8 +235,22 @@ def local_config(log: RunLog) -> dict[str, Any]:
 
 
 def _run_document(log: RunLog) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(log.store.get(log.key("run.json")))
-    return document
+    key = log.key("run.json")
+    return _parsed(log.store.get(key), source=f"{log.store.uri}/{key}")
+
+
+def _parsed(document: bytes, *, source: str) -> dict[str, Any]:
+    """A `run.json`. Raises `LogDamaged` for one that no version has written."""
+    try:
+        values: dict[str, Any] = json.loads(document)
+        config = values["config"]
+        tables = [config.get(name, {}) for name in _TABLES] if isinstance(config, dict) else [config]
+        if all(isinstance(table, dict) for table in tables) and isinstance(values.get("folder", ""), str):
+            return values
+        problem = "its values have the wrong types"
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        problem = repr(error)
+    raise LogDamaged(f"{source} cannot be read: {problem}; put it back from a copy of the store")
 
 
 def own_scores(log: RunLog, config: dict[str, Any]) -> list[Evaluation]:
@@ -230,7 +269,7 @@ def trainer_lock(log: RunLog) -> Iterator[None]:
 
     Raises `RunBusy`. On S3 the lock covers one machine; on another, the log refuses a second trainer's first step.
     """
-    with open(_lock_file(log), "a+") as file:
+    with _opened(_lock_file(log)) as file:
         for tries_left in reversed(range(_TRIES)):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -248,7 +287,7 @@ def trainer_lock(log: RunLog) -> Iterator[None]:
 
 def is_training(log: RunLog) -> bool:
     """True if a process of this machine trains the run."""
-    with open(_lock_file(log), "a+") as file:
+    with contextlib.suppress(FileNotFoundError), open(_lock_file(log)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -280,19 +319,21 @@ def outcome(log: RunLog) -> Outcome | Literal["running", "vanished"]:
 @contextlib.contextmanager
 def teller_lock(log: RunLog) -> Iterator[None]:
     """Hold the right to send this run to MLflow from this machine; waits for another holder."""
-    with open(_lock_file(log, "teller"), "a") as file:
+    with _opened(_lock_file(log, "teller")) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _lock_file(log: RunLog, holder: str = "trainer") -> Path:
     if isinstance(log.store, LocalStore):
-        path = log.store.root / log.key(f"{holder}.lock")
-    else:
-        run = sha256_of(f"{log.store.uri}/{log.run_id}".encode())[:16]
-        path = Path(tempfile.gettempdir()) / f"millrace-{run}.{holder}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+        return log.store.root / log.key(f"{holder}.lock")
+    run = sha256_of(f"{log.store.uri}/{log.run_id}".encode())[:16]
+    return Path(tempfile.gettempdir()) / f"millrace-{run}.{holder}.lock"
+
+
+def _opened(lock: Path) -> IO[str]:
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    return open(lock, "a+")
 
 
 def _frozen(config: dict[str, Any]) -> dict[str, Any]:

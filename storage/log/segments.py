@@ -52,7 +52,7 @@ def read_entry(document: bytes, *, number: int, source: str) -> LogEntry:
     """One entry from its JSON. Raises `LogDamaged`, which names `source`, if it cannot be read."""
     try:
         return decode_entry(document, number=number)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LogDamaged(f"{source} cannot be read: {error!r}; put it back from a copy of the store") from error
 
 

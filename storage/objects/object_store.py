@@ -117,7 +117,10 @@ class LocalStore:
         self._write(key, io.BytesIO(data), len(data))
 
     def get(self, key: str) -> bytes:
-        return self._path(key).read_bytes()
+        try:
+            return self._path(key).read_bytes()
+        except NotADirectoryError as error:  # a file has the name of one of its folders
+            raise FileNotFoundError(*error.args) from error
 
     def get_buffer(self, key: str) -> pa.Buffer:
         path = self._path(key)

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from storage.objects.object_store import ConditionRefused, LocalStore, ObjectStore, StoreError, StoreFull
+
+WRITERS, RACES = 4, 3
+"""At once, and one after another, in a `probe`."""
 
 
 def open_store(uri: str) -> ObjectStore:
@@ -25,6 +30,9 @@ def open_store(uri: str) -> ObjectStore:
                 "the store's URI contains credentials, and runs store the URI: use s3://bucket/prefix, and give the "
                 "credentials to the AWS chain (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
             )
+        if not parsed.netloc or parsed.path.startswith("//"):
+            right = f"s3://{parsed.netloc or 'bucket'}/{parsed.path.strip('/') or 'prefix'}"
+            raise StoreError(f"store {uri!r} has an empty name between two slashes; use {right}")
         return S3Store(uri)
     if parsed.scheme == "file" and parsed.netloc:
         raise StoreError(f"store {uri!r}: {parsed.netloc!r} is a host; a file URI has three slashes: file:///…")
@@ -41,30 +49,61 @@ def open_store(uri: str) -> ObjectStore:
     raise StoreError(f"store {uri!r}: unknown scheme {parsed.scheme!r}; use a folder, file:///… or s3://bucket/prefix")
 
 
-def probe(store: ObjectStore) -> bool:
-    """Write one key twice with put-if-absent, then remove it: True if the second write is refused, as it must be.
+def probe(store: ObjectStore, *, with_data: bool = True) -> None:
+    """Let a few writers race for one key, some times, and remove it: exactly one must win, and its bytes must stay.
 
-    False: the store ignores the condition, so two writers would overwrite each other. Raises `ConditionRefused`,
-    `StoreFull`, or `StoreError` if it cannot be written at all.
+    A server that looks for the key and then writes passes whenever one writer comes after the other. `with_data` also
+    writes a file as shards and policies are, which needs free space. Raises `ConditionRefused` for a store that does
+    not keep writers apart, `StoreFull`, or `StoreError` if it cannot be written at all.
     """
-    key = f"probe/{uuid.uuid4().hex}"
-    try:
-        first = store.put_if_absent(key, b"1")
-        second = store.put_if_absent(key, b"2")
-        store.put(key, b"3")  # needs more free space, and on S3 perhaps another permission
-        store.delete([key])
-    except Exception as error:
-        with contextlib.suppress(Exception):  # the first error matters
-            store.delete([key])
-        if isinstance(error, StoreFull) or (isinstance(error, ConditionRefused) and _takes_any(store, key)):
-            raise
-        hint = "choose another `store` or make it writable"
-        if store.uri.startswith("s3:"):
-            hint = "check that the bucket exists, the endpoint and the AWS credentials"
-        raise StoreError(f"store {store.uri} cannot be written ({error}); {hint}") from error
-    if not first:
+    for _ in range(RACES):
+        key = f"probe/{uuid.uuid4().hex}"
+        try:
+            _race(store, key, with_data=with_data)
+        except Exception as error:
+            if isinstance(error, StoreFull) or (isinstance(error, ConditionRefused) and _takes_any(store, key)):
+                raise
+            raise _unwritable(store, key, error) from error
+        finally:
+            with contextlib.suppress(Exception):  # the first error matters
+                store.delete([key])
+
+
+def _race(store: ObjectStore, key: str, *, with_data: bool) -> None:
+    together = threading.Barrier(WRITERS)
+
+    def write(data: bytes) -> bool:
+        together.wait()
+        return store.put_if_absent(key, data)
+
+    written = [bytes([number]) * 100 for number in range(WRITERS)]
+    with ThreadPoolExecutor(WRITERS) as pool:
+        won = list(pool.map(write, written))
+    if not any(won):
         raise ConditionRefused(f"store {store.uri} reported a new key as already there")
-    return not second
+    if won.count(True) > 1 or store.put_if_absent(key, b"late") or store.get(key) != written[won.index(True)]:
+        raise ConditionRefused(
+            f"store {store.uri} lets a second writer replace what the first one wrote; trainer, rollout workers and "
+            "commands all write the run's log, so use a folder, or S3 with conditional writes (If-None-Match)"
+        )
+    if with_data:
+        store.put(key, b"")  # on S3 it may need another permission too
+    store.delete([key])
+
+
+def _unwritable(store: ObjectStore, key: str, error: Exception) -> StoreError:
+    """The error of a store that cannot be written, with what may help."""
+    hint = "choose another `store` or make it writable"
+    if store.uri.startswith("s3:"):
+        from storage.objects.s3_store import CHECKSUMS, S3Store
+
+        if _takes_any(S3Store(store.uri, checksums="when_required"), key):
+            return StoreError(
+                f"store {store.uri} refuses the checksums that AWS clients add to what they write (aws-chunked bodies, "
+                f"x-amz-checksum headers), and takes it without them: set {CHECKSUMS}=when_required"
+            )
+        hint = "check that the bucket exists, the endpoint and the AWS credentials"
+    return StoreError(f"store {store.uri} cannot be written ({error}); {hint}")
 
 
 def _takes_any(store: ObjectStore, key: str) -> bool:

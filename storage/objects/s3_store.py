@@ -56,6 +56,8 @@ for throttling, timeouts and cut connections, and aiohttp repeats a PUT on a kep
 READ_ATTEMPTS = 2
 """How often a body that ends early is read, and s3fs's number of tries for everything else."""
 CONFLICT_ATTEMPTS = 10
+CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
+"""Environment variable of the AWS clients; some servers refuse what they add to every write by default."""
 REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
 """Error codes of servers without conditional writes; others ignore `If-None-Match`."""
 MOST_REQUESTS = 50
@@ -76,7 +78,8 @@ prints a traceback."""
 class S3Store:
     """A prefix of a bucket."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, *, checksums: str = "") -> None:
+        """`checksums` is used instead of what the variable `CHECKSUMS` says."""
         self.uri = uri.rstrip("/")
         self._prefix = self.uri.removeprefix("s3://")
         self._bucket = self._prefix.partition("/")[0]
@@ -86,7 +89,11 @@ class S3Store:
             use_listings_cache=False,
             skip_instance_cache=True,
             default_cache_type="none",  # reading ahead would fetch every column instead of one
-            config_kwargs={"retries": retries, "max_pool_connections": MOST_REQUESTS},
+            config_kwargs={
+                "retries": retries,
+                "max_pool_connections": MOST_REQUESTS,
+                **({"request_checksum_calculation": checksums} if checksums else {}),
+            },
         )
         self._fs.retries = READ_ATTEMPTS
         _KEPT.append(self._fs)

@@ -36,6 +36,7 @@ from storage.objects.digests import (
     verify_folder,
 )
 from storage.objects.object_store import LocalStore, reserved_bytes, room_for
+from storage.objects.staging import staging_folder
 from storage.policies.deltas import apply_delta, read_about, write_delta
 
 logger = logging.getLogger("millrace.policies")
@@ -60,7 +61,7 @@ class PolicyWriter:
         self._anchor_every = anchor_every
         self._verified: tuple[str, Path] | None = None
         """Store path and local folder of an anchor that this writer wrote or verified."""
-        self._kept: tempfile.TemporaryDirectory[str] | None = None
+        self._kept = contextlib.ExitStack()
 
     def put(self, folder: Path, path: str, *, version: int) -> tuple[int | None, dict[str, float]]:
         """Copy a sealed folder in HF layout to `path`, or a delta if one is due and smaller.
@@ -123,13 +124,14 @@ class PolicyWriter:
         """A local copy of the folder that was just put, so that it need not be fetched."""
         if isinstance(self._log.store, LocalStore):
             return self._log.store.fetch_folder(path, self._cache)
-        self._kept = tempfile.TemporaryDirectory(prefix="millrace-anchor-")
+        self._kept.close()
+        kept = self._kept.enter_context(staging_folder(self._cache))
         for file in folder.iterdir():
             try:
-                os.link(file, Path(self._kept.name) / file.name)
+                os.link(file, kept / file.name)
             except OSError:  # another disk, or one without links
-                shutil.copyfile(file, Path(self._kept.name) / file.name)
-        return Path(self._kept.name)
+                shutil.copyfile(file, kept / file.name)
+        return kept
 
 
 class PolicyReader:

@@ -22,14 +22,14 @@ import socket
 import threading
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from storage.log.entries import Retire, from_json, to_json
 from storage.log.run_log import RunLog
-from storage.log.run_state import Conflict, LogDamaged
-from storage.log.runs import open_run
+from storage.log.run_state import Conflict
+from storage.log.runs import RunLogs, open_run
 from storage.objects.object_store import LocalStore, ObjectStore, StoredFile, StoreError
 from storage.retention.rules import Facts, Rules, kept_policies, reach, with_anchors
 
@@ -92,7 +92,7 @@ class RunReport:
     removed: bool = False
     """False after a dry run, or if there were readers."""
     problem: str = ""
-    """Why the run was skipped: its log is damaged."""
+    """Why it was skipped: it is damaged, or no run."""
 
     @property
     def freed_bytes(self) -> int:
@@ -150,25 +150,22 @@ def collect_garbage(
     """Remove what nothing needs from the named runs, or from all runs of the store if none is named.
 
     Safe beside producers, trainers and other calls. Raises `FileNotFoundError` for an unknown run, and `LogDamaged` for
-    a damaged one that is named; if none is named, damaged runs are reported and skipped.
+    a damaged one that is named; if none is named, damaged runs, and folders that are no run, are reported and skipped.
     """
-    now = _now(store)
-    surveys, damaged = [], []
-    for name in dict.fromkeys(run_ids or [n for n in store.names("runs") if store.exists(f"runs/{n}/run.json")]):
-        try:
-            surveys.append(_Survey(open_run(store, name), now=now))
-        except LogDamaged as error:
-            if run_ids:
-                raise
-            damaged.append(RunReport(run=name, problem=str(error)))
-    chosen = _choose(surveys, rules, now=now)
-    return [survey.collect(rules, chosen, dry_run, ignore_readers) for survey in surveys] + damaged
+    now, damaged = _now(store), dict[str, str]()
+    if run_ids:
+        surveys = {name: _Survey(open_run(store, name), rules, now=now) for name in run_ids}
+    else:
+        surveys, damaged = RunLogs(store).look(lambda log: _Survey(log, rules, now=now))
+    chosen = _choose(surveys.values(), rules, now=now)
+    reports = [survey.collect(rules, chosen, dry_run, ignore_readers) for survey in surveys.values()]
+    return reports + [RunReport(run=name, problem=reason) for name, reason in damaged.items()]
 
 
 class _Survey:
     """The files of a run as they were listed, and its log, which may have grown since."""
 
-    def __init__(self, log: RunLog, *, now: float) -> None:
+    def __init__(self, log: RunLog, rules: Rules, *, now: float) -> None:
         self.log = log
         self._now = now
         # Listed before the log is refreshed: a listed file that the log has retired still needs deleting, and a file
@@ -179,6 +176,8 @@ class _Survey:
         self._unfinished = log.store.unfinished(log.prefix) if isinstance(log.store, LocalStore) else []
         self._facts = Facts()
         log.refresh()
+        self.plan = self.removable(rules)
+        self._readers()  # a run whose files cannot be read is left out before anything is removed
 
     def _kept(self, rules: Rules) -> dict[int, str]:
         """Policy versions that stay, and why."""
@@ -321,10 +320,10 @@ def _item(kind: Kind, name: str, files: Sequence[StoredFile], reason: str, retir
     )
 
 
-def _choose(surveys: Sequence[_Survey], rules: Rules, *, now: float) -> Chosen:
+def _choose(surveys: Collection[_Survey], rules: Rules, *, now: float) -> Chosen:
     """Choose items: leftovers always, the others by age, oldest first, until the size is reached."""
     num_bytes = sum(survey.num_bytes for survey in surveys)
-    items = [(survey.log.run_id, item) for survey in surveys for item in survey.removable(rules)]
+    items = [(survey.log.run_id, item) for survey in surveys for item in survey.plan]
     chosen: Chosen = set()
     for run_id, item in sorted(items, key=lambda pair: (not pair[1].is_leftover, pair[1].modified_at)):
         if not item.is_leftover:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -123,16 +123,18 @@ def shard_table(
     return table.replace_schema_metadata(metadata)
 
 
-def open_shard(data: bytes | pa.Buffer, *, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+def open_shard(
+    data: bytes | pa.Buffer, *, name: str, columns: Sequence[str] | None = None, beside: Collection[str] = CHECKED
+) -> pa.Table:
     """The table in the bytes of a shard. Its values are not checked: call `check` before trusting them.
 
-    With `columns` only those are decompressed, and the ones `check` needs. Unknown columns of a newer writer are kept.
-    Raises `BadShard`, or `NewerSchema` if only a newer Millrace can read it.
+    With `columns` only those are decompressed, and `beside` them the ones `check` needs. Unknown columns of a newer
+    writer are kept. Raises `BadShard`, or `NewerSchema` if only a newer Millrace can read it.
     """
     try:
         schema = pa.ipc.open_file(pa.py_buffer(data)).schema
         check_schema(schema, name=name)
-        wanted = schema.names if columns is None else [n for n in schema.names if n in {*columns, *CHECKED}]
+        wanted = schema.names if columns is None else [n for n in schema.names if n in {*columns, *beside}]
         options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(column) for column in wanted])
         return pa.ipc.open_file(pa.py_buffer(data), options=options).read_all()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -5,6 +5,7 @@ RolloutGroup ─▶ `FailedAttempt` ─▶ failures/<shard id>.arrow ─▶ `tra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from storage.log.entries import Shard
 from storage.log.run_log import RunLog
 from storage.objects.tables import ipc_bytes
 from storage.records import RolloutGroup
+
+logger = logging.getLogger("millrace.failures")
 
 SCHEMA = pa.schema(
     [("group_id", pa.string()), ("attempt", pa.int32()), ("status", pa.string()), ("error", pa.string())]
@@ -55,10 +58,18 @@ def put_failures(log: RunLog, shard_id: str, groups: Iterable[RolloutGroup]) -> 
 
 
 def read_failures(log: RunLog, shards: Sequence[Shard]) -> list[FailedAttempt]:
-    """The failed attempts of some shards, in the order of their commits; none of shards whose files are gone."""
+    """The failed attempts of some shards, in the order of their commits; none of shards whose files are gone, and with
+    a warning none of damaged ones."""
     keys = [_key(log, shard.id) for shard in shards if any(group.failures for group in shard.groups)]
-    tables = [pa.ipc.open_file(pa.py_buffer(data)).read_all() for data in log.store.get_many(keys) if data is not None]
-    return [FailedAttempt(**row) for table in tables for row in table.to_pylist()]
+    attempts = list[FailedAttempt]()
+    for key, data in zip(keys, log.store.get_many(keys), strict=True):
+        try:
+            table = SCHEMA.empty_table() if data is None else pa.ipc.open_file(pa.py_buffer(data)).read_all()
+            table.validate(full=True)
+            attempts += [FailedAttempt(**row) for row in table.to_pylist()]
+        except (pa.ArrowException, TypeError, ValueError, OSError) as error:
+            logger.warning("%s/%s is damaged, so why these attempts failed is not shown: %s", log.store.uri, key, error)
+    return attempts
 
 
 def newest_failures(log: RunLog, count: int, *, include_eval: bool = False) -> list[FailedAttempt]:

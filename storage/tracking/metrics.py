@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import threading
 from typing import Any
 
 from settings.errors import missing_package
 from storage.log.entries import Evaluation, LogEntry, Step
+from storage.objects.digests import sha256_of
 from storage.tracking.follower import FollowerUnavailable
 
 logger = logging.getLogger("millrace.system_metrics")
 
 SYSTEM = "system/"
 """Prefix of the metrics of a machine; MLflow shows them on a page of their own."""
+
+_LONGEST_NAME = 250
+"""Characters, of a metric or a parameter in MLflow."""
 
 _importing = threading.Lock()
 
@@ -46,7 +51,7 @@ def charted(entry: LogEntry) -> tuple[int, dict[str, float]]:
             return claim.step, metrics
         case Evaluation() as evaluation:
             metrics = {"tasks": float(evaluation.num_tasks), "seconds": evaluation.seconds}
-            if evaluation.n_samples:
+            if evaluation.n_samples and evaluation.num_tasks:
                 metrics["failed"] = evaluation.num_failed / (evaluation.num_tasks * evaluation.n_samples)
             if not evaluation.failed:  # the score 0 would look like a bad policy
                 metrics["score"] = evaluation.score
@@ -57,6 +62,23 @@ def charted(entry: LogEntry) -> tuple[int, dict[str, float]]:
             return evaluation.version, {f"eval/{evaluation.split}/{name}": value for name, value in metrics.items()}
         case _:
             return 0, {}
+
+
+@functools.cache
+def accepted_name(name: str) -> str:
+    """The name of a metric or setting as MLflow takes it; of one that it refuses, what can stay, and a digest."""
+    parts = [re.sub(r"[^\w.\- :]", "_", part) for part in name.split("/")]
+    clean = "/".join(part if part.strip(".") else f"_{part}" for part in parts)
+    if clean == name and len(name) <= _LONGEST_NAME:
+        return name
+    clean = f"{clean[: _LONGEST_NAME - 8]}-{sha256_of(name.encode())[:6]}"
+    logger.warning("MLflow takes no name like %r; there it is %r", name, clean)
+    return clean
+
+
+def is_refusal(error: Any) -> bool:
+    """Whether MLflow understood and will say the same next time; it is no outage, and no missing permission."""
+    return 400 <= error.get_http_status_code() < 500 and error.get_http_status_code() not in (401, 403, 408, 429)
 
 
 class SystemMetrics:

@@ -8,6 +8,7 @@ short is sent again, without doubles.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -15,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from settings.errors import InvalidInput
 from settings.redaction import without_secrets
 from settings.run_file import leaves
 from settings.tracking import TraceSettings
@@ -23,27 +23,23 @@ from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registratio
 from storage.log.run_log import RunLog
 from storage.log.runs import outcome, run_config
 from storage.objects.digests import sha256_of_json
-from storage.tracking.descriptions import ABOUT, SHARD_SCHEMA, describe_policy, describe_run, step_profile, user_name
-from storage.tracking.follower import FollowerUnavailable
-from storage.tracking.metrics import charted, import_mlflow
+from storage.tracking.descriptions import SHARD_SCHEMA, describe_policy, describe_run, step_profile, user_name
+from storage.tracking.metrics import accepted_name, charted, import_mlflow, is_refusal
+from storage.tracking.mlflow_run import NOTE, RegistryUnavailable, ensure_experiment, ensure_model, find_run, identity
 from storage.tracking.traces import Traces
 
 logger = logging.getLogger("millrace.registry")
 
-_EXPERIMENT = "millrace"
 _CURSOR = "millrace.synced_entries"
-_NOTE = "mlflow.note.content"
 _VERSIONS_AT_ONCE = 1000
 _MOST_METRICS = 1000  # MLflow takes no more in one call
 _LONGEST_PARAMETER = 6000  # characters
+_said: set[tuple[str, str]] = set()
+"""What this process has said of MLflow's refusals: the model's name, and what."""
 ROLLOUT = "rollout"
 """Alias of the policy that the engines serve."""
 _STATUS = {"running": "RUNNING", "finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "vanished": "FAILED"}
 """Outcome of a run's newest session → status of the MLflow run."""
-
-
-class RegistryUnavailable(FollowerUnavailable):
-    """MLflow did not take everything; the next `sync` sends the rest."""
 
 
 class Registry:
@@ -111,14 +107,17 @@ class Registry:
             from mlflow.entities import Param
 
             parameters = [
-                Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in leaves(self._config) if value != {}
+                Param(accepted_name(key), str(value)[:_LONGEST_PARAMETER])
+                for key, value in leaves(self._config)
+                if value != {}
             ]
             self._log_batch({"millrace.config_sha256": sha256_of_json(self._config)}, params=parameters)
         for block in _blocks(self._log.entries[cursor:]):
             self._send(block)
-        model = self._client.get_registered_model(self.model_name)
-        self._set_aliases(model.aliases)
-        self._describe(run.data.tags, model.description)
+        with self._sparing("aliases and description"):
+            model = self._client.get_registered_model(self.model_name)
+            self._set_aliases(model.aliases)
+            self._describe(run.data.tags, model.description)
         status = _STATUS[outcome(self._log)]
         if status == "RUNNING" and run.info.status != status:
             self._client.update_run(self._run_id, status=status)
@@ -135,82 +134,98 @@ class Registry:
         """Send some entries, and the cursor last."""
         from mlflow.entities import Metric
 
-        self._log_shards([entry.body for entry in block if isinstance(entry.body, Step)])
+        with self._sparing("the shards that steps were trained on"):
+            self._log_shards([entry.body for entry in block if isinstance(entry.body, Step)])
         for entry in block:
-            match entry.body:
-                case Session() as session:
-                    self._log_batch(_code_tags(session))
-                case Policy(version=version):
-                    self._register_if_due(version)
-                case Step(policy=policy):
-                    self._register_if_due(policy.version)
-                case Evaluation(version=version, failed=False):
-                    self._register(version)
-                case Retire() as retire:
-                    self._tag_retired(retire)
-                case Alias(name=name, version=version):
-                    self._register_for(name, version)
-                case _:
-                    pass
+            with self._sparing("a model version"):
+                match entry.body:
+                    case Session() as session:
+                        self._log_batch(_code_tags(session))
+                    case Policy(version=version):
+                        self._register_if_due(version)
+                    case Step(policy=policy):
+                        self._register_if_due(policy.version)
+                    case Evaluation(version=version, failed=False):
+                        self._register(version)
+                    case Retire() as retire:
+                        self._tag_retired(retire)
+                    case Alias(name=name, version=version):
+                        self._register_for(name, version)
+                    case _:
+                        pass
         for entry in block:
             if isinstance(entry.body, Evaluation | Step):
-                self._traces.send(
-                    entry, experiment_id=self._experiment_id, run_id=self._run_id, find_model=self._versions.get
-                )
+                with self._sparing("an attempt as a trace"):
+                    self._traces.send(
+                        entry, experiment_id=self._experiment_id, run_id=self._run_id, find_model=self._versions.get
+                    )
         metrics = []
         for entry in block:
             number, values = charted(entry)
-            metrics += [Metric(key, value, int(entry.written_at * 1000), number) for key, value in values.items()]
+            at = int(entry.written_at * 1000)
+            metrics += [Metric(accepted_name(key), value, at, number) for key, value in values.items()]
         self._log_batch({_CURSOR: str(block[-1].number + 1)}, metrics=metrics)
 
     def _log_batch(self, tags: dict[str, str], **more: Any) -> None:
-        """Tags of the MLflow run, and parameters or metrics, in one call."""
+        """Tags of the MLflow run, and parameters or metrics, in one call; if it is refused, one by one."""
         from mlflow.entities import RunTag
+        from mlflow.exceptions import MlflowException
 
-        self._client.log_batch(self._run_id, tags=[RunTag(key, value) for key, value in tags.items()], **more)
+        more["tags"] = [RunTag(key, value) for key, value in tags.items()]
+        try:
+            self._client.log_batch(self._run_id, **more)
+        except MlflowException as refusal:
+            items = [(kind, item) for kind, values in more.items() for item in values]
+            if not is_refusal(refusal) or len(items) < 2:
+                raise
+            num_taken = 0
+            for kind, item in items:
+                with self._sparing(f"{item.key!r}"):
+                    self._client.log_batch(self._run_id, **{kind: [item]})
+                    num_taken += 1
+            if not num_taken:  # it is the run that MLflow refuses, perhaps because a user has deleted it
+                raise
+
+    @contextlib.contextmanager
+    def _sparing(self, what: str) -> Iterator[None]:
+        """What MLflow refuses for good costs itself alone, and one sentence; an outage rises."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield
+        except MlflowException as error:
+            if not is_refusal(error):
+                raise
+            if (self.model_name, what) not in _said:
+                _said.add((self.model_name, what))
+                reason = without_secrets(str(error).splitlines()[0])
+                logger.warning("%s refuses %s, and goes without it: %s", self.name, what, reason)
 
     def _ensure_run(self) -> str:
         """The MLflow run that mirrors this one, made at the first call."""
         if self._run_id:
             return self._run_id
-        if experiment := self._client.get_experiment_by_name(_EXPERIMENT):
-            self._experiment_id = str(experiment.experiment_id)
-        else:
-            database = Path(self._tracking_uri.removeprefix("sqlite:///"))
-            # By default, MLflow without a server puts files into the current folder.
-            files = (database.parent / "mlartifacts" / _EXPERIMENT).as_uri() if database.is_absolute() else None
-            self._experiment_id = str(self._client.create_experiment(_EXPERIMENT, artifact_location=files))
-        self._describe_experiment(experiment.tags if experiment else {})
-        identity = {"millrace.run_id": self._log.run_id, "millrace.store": self._log.store.uri}
-        wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
-        runs = self._client.search_runs([self._experiment_id], filter_string=wanted, max_results=1)
-        if not runs:
-            # The model before the run: a kill between the two is mended by the next call, which finds no run yet.
-            if not self._client.search_registered_models(f"name = '{self.model_name}'", max_results=1):
-                self._client.create_registered_model(self.model_name, tags=identity)
+        client, tags = self._client, identity(self._log)
+        self._experiment_id = ensure_experiment(client, self._tracking_uri)
+        run = find_run(client, self._experiment_id, tags)
+        # The model before the run: a kill between the two is mended by the next call, which finds no run yet.
+        ensure_model(client, tags, is_new=run is None)
+        if run is None:
             source = {"mlflow.source.name": self._config.get("workflow", ""), "mlflow.source.type": "LOCAL"}
-            tags = {**identity, **source, "mlflow.user": user_name()}
+            tags |= {**source, "mlflow.user": user_name()}
             begun = int(self._log.state.started_at * 1000) or None
-            name = self._log.run_id
-            runs = [self._client.create_run(self._experiment_id, run_name=name, start_time=begun, tags=tags)]
-        self._run_id = str(runs[0].info.run_id)
+            run = client.create_run(self._experiment_id, run_name=self._log.run_id, start_time=begun, tags=tags)
+        self._run_id = str(run.info.run_id)
         return self._run_id
-
-    def _describe_experiment(self, tags: dict[str, str]) -> None:
-        """What people see above the list of runs, and MLflow's pages for training instead of those for agents."""
-        wanted = {_NOTE: ABOUT, "mlflow.experimentKind": "custom_model_development"}
-        for key, value in wanted.items():
-            if tags.get(key) is None:  # else a user may have written something better
-                self._client.set_experiment_tag(self._experiment_id, key, value)
 
     def _describe(self, tags: dict[str, str], of_model: str | None) -> None:
         """The run and its registered model in words, which are a tag and a description."""
         about = describe_run(self._log, self._config)
-        if tags.get(_NOTE) == about:
+        if tags.get(NOTE) == about:
             return
-        if of_model in (None, "", tags.get(_NOTE)):  # else a user has written something better
+        if of_model in (None, "", tags.get(NOTE)):  # else a user has written something better
             self._client.update_registered_model(self.model_name, about)
-        self._log_batch({_NOTE: about})
+        self._log_batch({NOTE: about})
 
     @functools.cached_property
     def _config(self) -> dict[str, Any]:
@@ -330,36 +345,6 @@ def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
         num_metrics += more
     if block:
         yield block
-
-
-def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
-    """The policy version behind an alias or a version number of the run's registered model.
-
-    Raises `InvalidInput` if MLflow does not have it, or has it of a run in another store, and `RegistryUnavailable` if
-    MLflow cannot be reached.
-    """
-    mlflow = import_mlflow()
-    from mlflow.exceptions import MlflowException
-
-    shown = without_secrets(tracking_uri)
-    database = tracking_uri.removeprefix("sqlite:///")
-    if database != tracking_uri and not Path(database).exists():
-        raise RegistryUnavailable(f"there is no database {database}")  # a client would create it
-    client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
-    try:
-        get = client.get_model_version if name.isdigit() else client.get_model_version_by_alias
-        version = get(log.run_id, name)
-        store = client.get_run(version.run_id).data.tags.get("millrace.store")
-    except MlflowException as error:
-        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-            raise InvalidInput(
-                f"neither the log of run {log.run_id!r} nor MLflow at {shown} knows {log.run_id}@{name}; "
-                f"aliases in the log: {', '.join(sorted(log.state.aliases)) or 'none'}"
-            ) from error
-        raise RegistryUnavailable(without_secrets(f"MLflow at {shown}: {error}")) from error
-    if store != log.store.uri:
-        raise InvalidInput(f"{log.run_id}@{name} in MLflow at {shown} is of a run in {store}, not {log.store.uri}")
-    return int(version.tags["millrace.version"])
 
 
 def dataset_digest(step: Step) -> str:

@@ -21,7 +21,7 @@ class TrackedRun:
 
     name: str
     id: str
-    """Of the run, its store and its first session: a run that is removed and made anew is another one."""
+    """From the birth id: a run that is removed and made anew is another one, and one that is moved is the same."""
     config: Mapping[str, Any]
 
 

@@ -10,6 +10,7 @@ A shard records the begin and end of an attempt and the duration of turns and ca
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -21,6 +22,7 @@ import pyarrow as pa
 from settings.tracking import TraceSettings
 from storage.log.entries import Evaluation, LogEntry, Step
 from storage.log.run_log import RunLog
+from storage.log.runs import birth_id
 from storage.objects.digests import sha256_of
 from storage.records import NOT_SAMPLED
 from storage.shards.schema import BadShard
@@ -70,7 +72,7 @@ class Traces:
                 tags["millrace.version"] = str(max(versions))
                 if model := find_model(max(versions)):
                     tags["millrace.model_version"] = f"models:/{self._log.run_id}/{model}"
-            place = json.dumps([self._log.store.uri, self._log.run_id, shard_id, first["group_id"], first["attempt"]])
+            place = json.dumps([*self._run, shard_id, first["group_id"], first["attempt"]])
             trace_id = "tr-" + sha256_of(place.encode())[:32]  # MLflow's form of an OpenTelemetry trace id
             try:
                 self._client.log_spans(experiment_id, _spans(trace_id, rows))
@@ -81,6 +83,12 @@ class Traces:
                     f"{error}; a server before 3.4 takes no traces: set traces.per_evaluation and traces.per_step to 0"
                 ) from error
             self._client.start_trace(_trace_info(trace_id, rows, tags, experiment_id=experiment_id, run_id=run_id))
+
+    @functools.cached_property
+    def _run(self) -> list[str]:
+        """What tells the run's traces from those of every other."""
+        birth = birth_id(self._log)
+        return [birth] if birth else [self._log.store.uri, self._log.run_id]
 
     def _attempts(
         self, shard_ids: Sequence[str], groups: set[str] | None, count: int

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from settings.errors import InvalidInput, MissingPackage, missing_package
 from storage.log.entries import Registration
 from storage.log.run_log import RunLog
-from storage.log.runs import outcome, run_config
+from storage.log.runs import birth_id, outcome, run_config
 from storage.objects.digests import sha256_of_json
 from storage.tracking.follower import FollowerUnavailable
 from storage.tracking.metrics import charted
@@ -60,7 +60,8 @@ class Tracker:
 
 def tracked_run(log: RunLog) -> TrackedRun:
     """The run under the identity that it has in every such place."""
-    identity = sha256_of_json([log.store.uri, log.run_id, log.state.sessions[0].id])
+    birth = birth_id(log)
+    identity = sha256_of_json([birth] if birth else [log.store.uri, log.run_id, log.state.sessions[0].id])
     return TrackedRun(name=log.run_id, id=identity[:8], config=run_config(log))
 
 

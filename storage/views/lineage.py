@@ -14,20 +14,20 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import tempfile
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from settings.errors import InvalidInput
+from settings.places.state_folder import home
 from storage.log.entries import OUTCOMES, Evaluation, GroupSummary, Policy, Step
 from storage.log.run_log import RunLog
 from storage.objects.digests import DigestMismatch
+from storage.objects.staging import staging_folder
 from storage.policies.policies import PolicyReader
 from storage.shards.schema import flat
 from storage.shards.shards import DamagedShard, read_shard
@@ -320,9 +320,9 @@ def _weights_problems(log: RunLog, policy: Policy) -> list[str]:
     """Problems of the policy's files, which are read from the store itself."""
     if policy.version in log.state.retired_policies:
         return ["weights: retired: retention removed them"]
-    with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
+    with staging_folder(home() / "cache") as scratch:
         try:
-            PolicyReader(log, Path(scratch)).fetch(policy)
+            PolicyReader(log, scratch).fetch(policy)
         except FileNotFoundError:
             return [f"weights: {log.store.uri}/{policy.path} is missing"]
         except DigestMismatch as error:

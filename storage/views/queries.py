@@ -12,15 +12,14 @@ and nothing else: no file, no network, no Python variable.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs
 
 from settings.errors import InvalidInput
+from settings.places.state_folder import home
 from storage.log.entries import OUTCOMES, Evaluation, LogEntry, Shard, Step, to_json
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
@@ -150,7 +149,7 @@ FROM shard_rows;
 class Queries:
     """A run opened for SQL; it does not see later entries. Not thread-safe."""
 
-    def __init__(self, log: RunLog, shards: Sequence[Shard], entries: Sequence[LogEntry], *, verify: bool) -> None:
+    def __init__(self, log: RunLog, shards: Sequence[Shard], entries: Sequence[LogEntry]) -> None:
         import duckdb
 
         state = log.state
@@ -162,8 +161,8 @@ class Queries:
             elif shard.id in state.retired_shards:
                 self.left_out[shard.id] = "retired: retention has removed the file"
         readable = [shard for shard in shards if shard.id not in self.left_out]
-        self._rows = ShardRows.of(log, readable, left_out=self.left_out, verify=verify)
-        scratch = Path(tempfile.gettempdir()) / f"millrace-duckdb-{os.getpid()}"
+        self._rows = ShardRows.of(log, readable, left_out=self.left_out)
+        scratch = home() / "cache" / f"duckdb-{os.getpid()}"  # which DuckDB makes if a query needs it, and removes
         self._connection = duckdb.connect(config={"python_enable_replacements": False, "temp_directory": str(scratch)})
         tables = {
             "shard_rows": self._rows,
@@ -212,17 +211,16 @@ class Queries:
         return dict(zip(table["column_name"].to_pylist(), table["column_type"].to_pylist(), strict=True))
 
 
-def open_queries(log: RunLog, *, shard_ids: Collection[str] | None = None, verify: bool = False) -> Queries:
+def open_queries(log: RunLog, *, shard_ids: Collection[str] | None = None) -> Queries:
     """Open the views of `VIEWS` over a run.
 
     With `shard_ids` they hold those shards alone, `steps` and `evaluations` are empty, and no other part of the log is
-    read. With `verify` every shard is read whole, and its digest compared with the log's. Without it that holds for
-    shards up to 1 MiB; of a larger one only the necessary columns are read, and only damage in them is noticed.
+    read. The digest of every shard that a query reads is compared with the log's.
     """
     if shard_ids is not None:
-        return Queries(log, [log.state.shards[shard_id] for shard_id in shard_ids], [], verify=verify)
+        return Queries(log, [log.state.shards[shard_id] for shard_id in shard_ids], [])
     entries = list(log.entries)  # each is unpacked once
-    return Queries(log, [e.body for e in entries if isinstance(e.body, Shard)], entries, verify=verify)
+    return Queries(log, [e.body for e in entries if isinstance(e.body, Shard)], entries)
 
 
 def _groups(state: RunState, shards: Sequence[Shard]) -> pa.Table:

@@ -16,17 +16,13 @@ import pyarrow.fs
 
 from storage.log.entries import Shard
 from storage.log.run_log import RunLog
-from storage.objects.digests import DigestMismatch, sha256_of
-from storage.objects.object_store import StoreError
 from storage.shards.reward_sets import SCHEMA as REWARD_COLUMNS
 from storage.shards.reward_sets import DamagedRewards, read_rewards
-from storage.shards.schema import SCHEMA, BadShard, check_schema
-from storage.shards.shards import DamagedShard, read_shard
+from storage.shards.schema import SCHEMA, BadShard
+from storage.shards.shards import DamagedShard, read_columns
 
 READ_AHEAD = 2 * max(4, os.cpu_count() or 1)
 """Shards that are read at once: on S3 a query waits for the server rather than for the processor."""
-WHOLE_BYTES = 2**20
-"""A shard up to this size is fetched by one request. Its columns alone would take dozens, each longer than the file."""
 
 REWARDS_SCHEMA = pa.schema([pa.field("name", pa.string()), *REWARD_COLUMNS, pa.field("shard_id", pa.string())])
 ROWS_SCHEMA = SCHEMA.append(pa.field("shard_id", pa.string()))
@@ -48,16 +44,16 @@ class _Rows(ds.FileSystemDataset):
 class ShardRows(_Rows):
     """The rows of some shards.
 
-    Every file is read on its own, so that a damaged one can be left out, and is checked before its offsets are
-    followed: DuckDB would read past the end of a buffer. The dataset's fragments only tell which shards a filter can
-    concern; their "paths" are shard ids and are never opened.
+    Every file is read on its own and whole, by `read_columns`, so that a damaged one is found and left out before its
+    offsets are followed: DuckDB would read past the end of a buffer. The dataset's fragments only tell which shards a
+    filter can concern; their "paths" are shard ids and are never opened.
     """
 
     failure: Exception | None
     """The error of the store while the last query read it."""
 
     @classmethod
-    def of(cls, log: RunLog, shards: Sequence[Shard], *, left_out: dict[str, str], verify: bool) -> ShardRows:
+    def of(cls, log: RunLog, shards: Sequence[Shard], *, left_out: dict[str, str]) -> ShardRows:
         nowhere, ipc = pa.fs.LocalFileSystem(), ds.IpcFileFormat()
         fragments = [
             ipc.make_fragment(
@@ -68,7 +64,7 @@ class ShardRows(_Rows):
             for shard in shards
         ]
         rows = cls(fragments, ROWS_SCHEMA, ipc, nowhere)
-        rows._log, rows._verify, rows._left_out, rows.failure = log, verify, left_out, None
+        rows._log, rows._left_out, rows.failure = log, left_out, None
         rows._shards = {shard.id: shard for shard in shards}
         return rows
 
@@ -98,41 +94,11 @@ class ShardRows(_Rows):
             return None
         stored = [name for name in columns if name in SCHEMA.names] or ["attempt"]  # without a column there are no rows
         try:
-            if self._verify:
-                table = read_shard(self._log, shard, columns=stored).select(stored)
-            else:
-                table = self._columns_of(shard, stored)
-            return table.append_column("shard_id", pa.repeat(pa.scalar(shard.id), len(table)))
-        except DamagedShard as error:
-            self._left_out[shard.id] = error.reason
-        except (BadShard, DigestMismatch) as error:
-            self._left_out[shard.id] = str(error)
-        except (pa.ArrowException, OSError):
-            self._left_out[shard.id] = self._damage(shard)
-        return None
-
-    def _columns_of(self, shard: Shard, names: list[str]) -> pa.Table:
-        """Columns of the file, with offsets in bounds; the digest of a file that is fetched whole is compared."""
-        store, key = self._log.store, self._log.shard_key(shard.id)
-        whole = store.get(key) if shard.num_bytes <= WHOLE_BYTES else None
-        if whole is not None and sha256_of(whole) != shard.sha256:
-            return read_shard(self._log, shard)  # raises `DamagedShard`, unless it was the connection
-        with store.open_input(key) if whole is None else pa.BufferReader(whole) as source:
-            schema = pa.ipc.open_file(source).schema
-            check_schema(schema, name=shard.id)
-            fields = [schema.get_field_index(name) for name in names]
-            options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
-            table = pa.ipc.open_file(source, options=options).read_all()
-        table.validate(full=True)
-        return table
-
-    def _damage(self, shard: Shard) -> str:
-        """The damage of a file that could not be read; raises the store's error if it is the store's."""
-        try:
-            read_shard(self._log, shard, columns=())
-        except DamagedShard as error:
-            return error.reason
-        raise StoreError(f"store {self._log.store.uri}: shard {shard.id} could not be read at first; run this again")
+            table = read_columns(self._log, shard, stored)
+        except (DamagedShard, BadShard) as error:
+            self._left_out[shard.id] = error.reason if isinstance(error, DamagedShard) else str(error)
+            return None
+        return table.append_column("shard_id", pa.repeat(pa.scalar(shard.id), len(table)))
 
 
 class RewardRows(_Rows):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 import logging
 import math
 import os
@@ -32,18 +31,18 @@ from rollouts.workflow import Workflow, place_of
 from settings.errors import InvalidInput, MissingPackage, path_errors
 from settings.loss import CustomLoss
 from settings.places.hints import command
-from settings.places.state_folder import home, store_uri
+from settings.places.state_folder import home, sqlite_file, store_uri
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
 from storage.log.runs import check_run_id, open_run
 from storage.objects.hub import check_on_hub
-from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store, probe
 from storage.records import Task
 from storage.tracking.trackers import check_trackers
 from tasks.checks.trial import check_tasks, errors_of_users, play_tasks
 from trainers.model.fetch import GGUF, folder_of_gguf, local_folder
+from trainers.model.weight_index import check_model_folder
 
 logger = logging.getLogger("millrace.preflight")
 
@@ -96,11 +95,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
 
         with errors_of_users(f"train.loss.path = {loss.path!r}"):
             check_loss(loss.path, loss.arguments, with_reference=config.train.reference.kind != "none")
-    if not probe(store := open_store(store_uri(config.store))):
-        raise StoreError(
-            f"store {store_uri(config.store)} lets a second writer replace what the first one wrote; trainer, rollout "
-            "worker and driver all write the run's log, so use a folder, or S3 with conditional writes (If-None-Match)"
-        )
+    probe(store := open_store(store_uri(config.store)))
     is_new = not store.exists(f"runs/{config.run}/run.json")
     if not is_new:
         task_set(open_run(store, config.run).state, tasks["train"], run=config.run, adopt=adopt_tasks)
@@ -218,7 +213,7 @@ def check_tracking(uri: str) -> None:
             address = (parsed.hostname or "localhost", parsed.port or _PORTS[parsed.scheme.partition("+")[0]])
             socket.create_connection(address, timeout=SECONDS_TO_ANSWER).close()
     elif parsed.scheme in ("", "file", "sqlite"):
-        path = Path(parsed.path[1:] if parsed.scheme == "sqlite" else parsed.path).expanduser().resolve()
+        path = (sqlite_file(uri) or Path(parsed.path)).expanduser().resolve()
         folder = path.parent if parsed.scheme == "sqlite" else path
         if not folder.exists() and not folder.is_relative_to(home()) and parsed.scheme == "sqlite":
             raise InvalidInput(f"{shown}: there is no folder {folder}; make it, or name another")
@@ -268,34 +263,14 @@ def check_model(model: str) -> None:
     with path_errors(f"model = {model!r}"):
         if folder.suffix == GGUF and folder.is_file():
             folder = folder_of_gguf(folder)
-        is_folder = folder.is_dir()
-        missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
-        weights = sorted(folder.glob("*.safetensors"))
-        missing += [] if missing or weights else ["safetensors weights"]
-    if is_folder and missing:
-        raise InvalidInput(f"model = {model!r}: the folder lacks {', '.join(missing)}")
-    if is_folder:
-        for file in (*folder.glob("*.json"), *weights):
+        if folder.is_dir():
             try:
-                read_header(file)
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                raise InvalidInput(f"model = {model!r}: {file.name} is damaged ({what}); copy it again") from error
-        return
+                return check_model_folder(folder)
+            except InvalidInput as error:
+                raise InvalidInput(f"model = {model!r}: {error}") from error
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise InvalidInput(
             f"model = {model!r}: no such folder or GGUF file, and not a Hugging Face id like Qwen/Qwen2.5-0.5B-Instruct"
         )
     if local_folder(model) is None:
         check_on_hub(model, "model")
-
-
-def read_header(file: Path) -> None:
-    """Read a JSON file, or the header of a safetensors file, which says how long the file must be."""
-    if file.suffix == ".json":
-        json.loads(file.read_text(encoding="utf-8"))
-        return
-    from safetensors import safe_open
-
-    with safe_open(file, framework="numpy"):
-        pass

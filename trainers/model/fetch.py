@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
-import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -21,6 +19,7 @@ from infra.user_code import own_command
 from settings.errors import InvalidInput
 from storage.objects.digests import DIGEST_FILE, seal_folder, sha256_of_file
 from storage.objects.hub import fetch_from_hub
+from storage.objects.staging import staging_folder
 from trainers.model.weight_index import stored_in
 
 logger = logging.getLogger("millrace.base_model")
@@ -88,20 +87,20 @@ def folder_of_gguf(file: Path) -> Path:
     if folder.exists():
         return folder
     logger.info("making a folder of %s: once, about half a minute per GB", file)
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    try:
-        command = [*own_command("trainers.model.fetch:convert_gguf"), str(file), str(unfinished)]
+    with staging_folder(cache_folder(), num_bytes=4 * file.stat().st_size) as scratch:
+        command = [*own_command("trainers.model.fetch:convert_gguf"), str(file), str(scratch)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["its process died"])[-1]
             raise InvalidInput(f"model = {str(file)!r}: transformers cannot read this GGUF file: {reason}")
         about = {"file": file.name, "sha256": sha256, "transformers": version("transformers")}
-        (unfinished / "gguf.json").write_text(json.dumps(about))
-        if not folder.exists():  # another start may have been quicker
-            unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        (scratch / "gguf.json").write_text(json.dumps(about))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another start was quicker
+                raise
     logger.info("%s has no generation defaults: turns end as its chat template ends them", file.name)
     return folder
 

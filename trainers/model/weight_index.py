@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -14,6 +15,76 @@ from settings.errors import InvalidInput
 from storage.objects.digests import WEIGHTS_FILE
 
 INDEX_FILE = "model.safetensors.index.json"
+_NEEDED = ("config.json", "tokenizer_config.json")
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise `InvalidInput` for a folder that lacks files, parts of files or the model's head, holds pointers of git-lfs
+    instead of files, or whose tokenizer knows tokens for which the model has no embedding."""
+    missing = [name for name in _NEEDED if not (folder / name).is_file()]
+    weights = sorted(folder.glob("*.safetensors"))
+    if not missing and not weights:
+        others = next((file.name for file in folder.glob("*.bin")), "")
+        missing = ["safetensors weights" + (f" ({others} is not read: save_pretrained writes them)" if others else "")]
+    if missing:
+        raise InvalidInput(f"the folder lacks {', '.join(missing)}")
+    _check_files(folder)
+    try:
+        names = set(stored_in(folder))
+    except FileNotFoundError as error:
+        raise InvalidInput(f"{error}; copy or download the model again") from error
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    about = config.get("text_config") or config
+    is_known = any(name.endswith("embed_tokens.weight") for name in names)
+    if is_known and not any("lm_head" in name for name in names) and not _is_tied(config, about):
+        raise InvalidInput(
+            "its weights have no lm_head, and config.json does not tie it to the embedding: it is no causal language "
+            "model, or was saved without its head; use the checkpoint of the whole model"
+        )
+    most, rows = _highest_token(folder / "tokenizer.json"), about.get("vocab_size")
+    if isinstance(rows, int) and most >= rows:
+        raise InvalidInput(
+            f"its tokenizer has a token {most}, and the model embeds {rows}: take the tokenizer that belongs to the "
+            f"weights, or call resize_token_embeddings({most + 1}) and save both again"
+        )
+
+
+def _check_files(folder: Path) -> None:
+    for file in sorted(file for file in folder.iterdir() if file.is_file()):
+        with open(file, "rb") as start:
+            if start.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise InvalidInput(f"{file.name} is a pointer of git-lfs, not the file: run `git lfs pull` in {folder}")
+        if file.suffix not in (".json", ".safetensors"):
+            continue
+        try:
+            json.loads(file.read_text(encoding="utf-8")) if file.suffix == ".json" else _names(file)
+        except Exception as error:  # the header of a safetensors file says how long it must be
+            what = f"{type(error).__name__}: {error}"
+            raise InvalidInput(f"{file.name} is damaged ({what}); copy it again") from error
+
+
+def _is_tied(config: dict[str, Any], about: dict[str, Any]) -> bool:
+    """Whether the embedding is the head too; what config.json leaves out is the default of its kind of model."""
+    for values in (config, about):
+        if isinstance(tied := values.get("tie_word_embeddings"), bool):
+            return tied
+    from transformers import AutoConfig
+
+    try:
+        return bool(AutoConfig.for_model(about["model_type"]).tie_word_embeddings)
+    except (KeyError, ValueError):  # a kind of model that is not known here: its own loader decides
+        return True
+
+
+def _highest_token(file: Path) -> int:
+    """The greatest token id of a tokenizer.json; −1 without one."""
+    if not file.exists():
+        return -1
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return max([*ids, *(token["id"] for token in tokenizer.get("added_tokens") or ())], default=-1)
 
 
 def stored_in(folder: Path) -> dict[str, Path]:

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import sqlalchemy
 
-from infra.environment import TELEMETRY_OFF, local_tracking_uri, tracking_uri
+from infra.environment import TELEMETRY_OFF, local_tracking_uri, prepare_environment, tracking_uri
 from infra.user_code import PRODUCT
-from settings.places.state_folder import store_uri
+from settings.places.state_folder import sqlite_file, sqlite_uri, store_uri
 
 STATED = {"MILLRACE_STORE": "s3://bucket/store", "MILLRACE_TRACKING": "http://mlflow:5000"}
 
@@ -101,3 +103,30 @@ def test_a_later_call_for_another_run_file_has_its_state_folder(tmp_path: Path):
     assert _environment_after(twice, tmp_path, MILLRACE_HOME="mine")["PREFECT_HOME"] == str(
         tmp_path / "mine" / "prefect"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "exempt"),
+    [
+        ({"HTTP_PROXY": "http://proxy:3128"}, "localhost,127.0.0.1,::1"),
+        ({"https_proxy": "http://proxy:3128", "NO_PROXY": "corp.example"}, "corp.example,localhost,127.0.0.1,::1"),
+        ({"ALL_PROXY": "socks5://proxy", "no_proxy": "127.0.0.1, .corp"}, "127.0.0.1,.corp,localhost,::1"),
+        ({}, None),
+    ],
+)
+def test_what_the_machine_says_to_itself_goes_to_no_proxy(
+    given: dict[str, str], exempt: str | None, tmp_path: Path
+) -> None:
+    with patch.dict(os.environ, given, clear=True):
+        for _ in range(2):
+            prepare_environment(tmp_path)
+        assert os.environ.get("NO_PROXY") == os.environ.get("no_proxy") == exempt
+
+
+@pytest.mark.parametrize("name", ["50% off", "why?", "a%20b", "c#d", "two words"])
+def test_a_database_is_where_its_folder_is_whatever_that_is_called(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name / "x.db"
+    file.parent.mkdir()
+    with sqlalchemy.create_engine(uri := sqlite_uri(file)).connect() as connection:
+        connection.execute(sqlalchemy.text("CREATE TABLE numbers (number INT)"))
+    assert file.stat().st_size and sqlite_file(uri) == file

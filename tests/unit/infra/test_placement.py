@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 
+from infra import placement
 from infra.cluster import Cluster
-from infra.placement import check_shares
+from infra.placement import check_shares, nodes_to_use
+from settings.errors import InvalidInput
 
 
 def _nodes(gpus: list[int]) -> list[dict[str, float]]:
@@ -63,3 +67,26 @@ def test_an_engine_has_as_many_gpus_as_it_has_parts(
     cluster = Cluster(log_folder=Path("unused"), num_workers=num_workers, gpus_per_engine=gpus_per_engine)
     cluster.nodes = _nodes([num_gpus])
     assert cluster.gpus_per_engine == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (None, "no Ray cluster answers: Connection refused"),
+        (b"", "no Ray cluster answers: timed out"),  # also of a cluster whose processes are stopped
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no Ray cluster answers: something else listens there; give the address"),
+    ],
+)
+def test_an_address_without_a_ray_cluster_is_refused_within_seconds(
+    answer: bytes | None, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "SECONDS_TO_ANSWER", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        if answer is None:
+            server.close()
+        elif answer:
+            threading.Thread(target=lambda: server.accept()[0].sendall(answer), daemon=True).start()
+        with pytest.raises(InvalidInput, match=f"^RAY_ADDRESS = '{address}': {sentence}"):
+            nodes_to_use()

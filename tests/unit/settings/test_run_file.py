@@ -102,6 +102,8 @@ _DISTILL = "train.advantage = 'distill'; train.reference = {kind = 'model', mode
     ("keys", "sentence"),
     [
         ("max_staleness = -1", "max_staleness = -1: Input should be greater than or equal to 0"),
+        ("run = 2026-11-27", 'run = 2026-11-27 is no text: put it into quotes, run = "2026-11-27"'),
+        ("run = 7", 'run = 7 is no text: put it into quotes, run = "7"'),
         ("seed = -1", "seed = -1: Input should be greater than or equal to 0"),
         ("learning_rate = 0", "learning_rate = 0: Input should be greater than 0"),
         ("steps = 'many'", "steps = 'many': Input should be a valid integer"),

@@ -16,9 +16,9 @@ from botocore.retries.standard import ExponentialBackoff
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict
 from storage.objects.digests import DIGEST_FILE, verify_folder
-from storage.objects.object_store import ConditionRefused, StoreError, StoreFull
+from storage.objects.object_store import StoreError, StoreFull
 from storage.objects.opening import open_store, probe
-from storage.objects.s3_store import S3Store
+from storage.objects.s3_store import CHECKSUMS, S3Store
 from storage.objects.tables import ipc_bytes
 from storage.shards.shards import DamagedShard, commit_shard, read_shard
 from tasks.checks.preflight import check_run
@@ -224,24 +224,31 @@ def test_only_the_columns_asked_for_are_fetched(store: S3Store, proxy: FaultyS3)
     assert sum(request.num_bytes for request in proxy.requests) < len(data) / 20
 
 
-def test_a_store_that_ignores_the_condition_is_refused(store: S3Store, proxy: FaultyS3):
-    proxy.fail(Fault.IGNORE_CONDITION, times=ALWAYS)
-    assert store.put_if_absent("key", b"first") and store.put_if_absent("key", b"second"), "both win"
-    assert probe(store) is False
-    with pytest.raises(StoreError, match="lets a second writer replace.*If-None-Match"):
-        _check_run(store)
-    assert _content(store) == {"key": b"second"}
-
-
-def test_a_store_that_refuses_the_condition_is_refused_by_name(store: S3Store, proxy: FaultyS3):
-    proxy.fail(Fault.REFUSE_CONDITION, times=ALWAYS)
-    store.put("unconditional", b"works")
-    for check in (probe, _check_run):
-        with pytest.raises(ConditionRefused, match="refuses conditional writes.*If-None-Match.*501"):
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (Fault.IGNORE_CONDITION, "lets a second writer replace.*If-None-Match"),
+        (Fault.CHECK_THEN_WRITE, "lets a second writer replace.*If-None-Match"),  # one after another it is right
+        (Fault.REFUSE_CONDITION, "refuses conditional writes.*If-None-Match.*501"),
+        (
+            Fault.REFUSE_CHECKSUM,
+            "prefix refuses the checksums.*: set AWS_REQUEST_CHECKSUM_CALCULATION=when_required$",
+        ),
+    ],
+)
+def test_what_a_server_lacks_is_said_before_anything_is_written(
+    store: S3Store, proxy: FaultyS3, fault: Fault, sentence: str, monkeypatch: pytest.MonkeyPatch
+):
+    proxy.fail(fault, times=ALWAYS)
+    for check in (probe, lambda its: probe(its, with_data=False), _check_run):
+        with pytest.raises(StoreError, match=sentence):
             check(store)
+    if fault is Fault.REFUSE_CHECKSUM:  # the advice helps
+        monkeypatch.setenv(CHECKSUMS, "when_required")
+        probe(S3Store(store.uri))
     proxy.heal()
     _check_run(store)  # a good one passes
-    assert _content(store) == {"unconditional": b"works"}
+    assert _content(store) == {}
 
 
 def _check_run(store: S3Store) -> None:

@@ -16,7 +16,7 @@ import pytest
 from storage.log.entries import Alias, End, Evaluation, Registration, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import trainer_lock
-from storage.tracking.registry import RegistryUnavailable
+from storage.tracking.mlflow_run import RegistryUnavailable
 from tasks import mirror
 from tasks.mirror import TrackingMirror
 from tests.builders import a_log

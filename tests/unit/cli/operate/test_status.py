@@ -313,7 +313,7 @@ def test_the_view_fits_a_terminal_of_24_lines_and_80_columns_and_reads_the_setti
         for _ in range(2):
             view.look()
             _train(log)
-    assert len([key for key in reads if key.endswith("run.json")]) == 1
+    assert len([key for key in reads if key.endswith("run.json")]) == 2  # to open the run, and to show it
     console = Console(width=80, height=24, file=io.StringIO(), record=True)
     console.print(view)
     lines = console.export_text().splitlines()

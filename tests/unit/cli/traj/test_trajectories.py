@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -20,7 +21,7 @@ from cli.traj.coloring import Colorist, by_advantage, by_gap, by_logprob, by_ver
 from cli.traj.diff import Side, compare
 from cli.traj.finding import decode, find_trajectories, load_tokenizer, split_id
 from cli.traj.stats import trajectory_stats
-from storage.log.entries import Policy, Quarantine, Retire, Session
+from storage.log.entries import Policy, Quarantine, Retire, Session, Shard
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, open_run
 from storage.objects.digests import DIGEST_FILE, verify_folder
@@ -137,12 +138,18 @@ def test_a_damaged_shard_is_passed_over_and_its_id_says_why(log: RunLog, store: 
     assert "quarantined: looked odd" in printed("traj show run 0.task0/0", status=2)
 
 
-def test_worst_reads_whole_only_what_it_shows(log: RunLog, monkeypatch: pytest.MonkeyPatch):
+def test_worst_unpacks_only_what_it_shows(log: RunLog, monkeypatch: pytest.MonkeyPatch):
     from storage.views import query_rows
 
     whole: list[str] = []
-    read = query_rows.read_shard
-    monkeypatch.setattr(query_rows, "read_shard", lambda *a, **columns: whole.append(a[1].id) or read(*a, **columns))
+    read = query_rows.read_columns
+
+    def watched(log: RunLog, shard: Shard, columns: list[str]) -> pa.Table:
+        if "messages" in columns:
+            whole.append(shard.id)
+        return read(log, shard, columns)
+
+    monkeypatch.setattr(query_rows, "read_columns", watched)
     find_trajectories(log, worst=True)
     assert whole == ["s0"]
 

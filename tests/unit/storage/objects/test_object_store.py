@@ -98,7 +98,9 @@ def test_a_file_for_arrow_is_mapped_into_memory_and_not_copied(store: LocalStore
 def test_a_store_that_cannot_keep_writers_apart_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     forgetful = LocalStore(tmp_path / "forgetful")  # like an S3 server that ignores `If-None-Match`
     monkeypatch.setattr(forgetful, "put_if_absent", lambda key, data: forgetful.put(key, data) or True)
-    assert probe(forgetful) is False and forgetful.walk("probe") == []
+    with pytest.raises(ConditionRefused, match="lets a second writer replace"):
+        probe(forgetful)
+    assert forgetful.walk("probe") == []
     refusing = LocalStore(tmp_path / "refusing")
     monkeypatch.setattr(refusing, "put_if_absent", lambda key, data: False)
     with pytest.raises(ConditionRefused, match="already there"):
@@ -165,8 +167,12 @@ def test_a_budget_that_is_no_number_is_refused(store: LocalStore, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("uri", "sentence"),
-    [("gs://bucket/prefix", "gs.*s3://bucket/prefix"), ("file://data/store", "three slashes; file:///|file:///")],
-    ids=["unknown scheme", "two slashes: no folder at the root"],
+    [
+        ("gs://bucket/prefix", "gs.*s3://bucket/prefix"),
+        ("file://data/store", "three slashes; file:///|file:///"),
+        ("s3://bucket//prefix", "empty name between two slashes; use s3://bucket/prefix$"),
+        ("s3:///prefix", "empty name between two slashes; use s3://bucket/prefix$"),
+    ],
 )
 def test_a_uri_that_names_no_store_is_refused_with_one_that_does(uri: str, sentence: str):
     with pytest.raises(StoreError, match=sentence):

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import json
 import logging
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from settings.errors import InvalidInput
 from storage.log.entries import Alias, Evaluation, LogEntry, Registration, Retire, Session
 from storage.log.run_log import RunLog
-from storage.log.runs import create_run, run_config
+from storage.log.runs import create_run, open_run, run_config
 from storage.objects.digests import sha256_of_json
 from storage.objects.object_store import LocalStore
-from storage.tracking.registry import Registry, RegistryUnavailable, dataset_digest
+from storage.tracking.mlflow_run import RegistryUnavailable, registered_version
+from storage.tracking.registry import Registry, dataset_digest
 from tests.builders import BASE, a_claim, a_shard, a_step, a_summary, local_store
 
 CONFIG = {"seed": 0, "train": {"scale": "std"}, "workflow": "my.env:Board"}
@@ -175,7 +179,7 @@ def test_syncing_again_adds_nothing_even_if_the_one_before_died_before_its_curso
 def test_a_sync_decodes_only_the_entries_after_its_cursor_and_fills_a_new_database_from_the_log(
     mirror: _Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """And reads the configuration once, however many versions there are to register."""
+    """And reads the birth id and the configuration once, however many versions there are to register."""
     read: list[str] = []
 
     class Entries(list[LogEntry]):
@@ -196,10 +200,10 @@ def test_a_sync_decodes_only_the_entries_after_its_cursor_and_fills_a_new_databa
     mirror.client.set_tag(mirror.run().info.run_id, "millrace.synced_entries", str(cursor))
     read.clear()
     Registry(log, tracking_uri=mirror.tracking).sync()
-    assert read == [repr(slice(cursor, None)), log.key("run.json")]
+    assert read == [log.key("run.json"), repr(slice(cursor, None)), log.key("run.json")]
     read.clear()
     again = _Mirror(log, tmp_path)
-    assert read == [log.key("run.json"), repr(slice(0, None))]
+    assert read == [log.key("run.json"), log.key("run.json"), repr(slice(0, None))]
     assert [registration.version for registration in again.registered] == [0, 1, 2]
     assert again.everything() == mirror.everything()
 
@@ -318,3 +322,110 @@ def test_an_alias_of_a_version_that_was_deleted_in_mlflow_is_left_out(
     assert "no version of policy 2 any more, so alias best is not set" in caplog.text
     assert mirror.client.get_model_version_by_alias("run", "second").tags["millrace.version"] == "0"
     assert mirror.run().data.tags["millrace.synced_entries"] == str(mirror.log.state.entries)
+
+
+NAMES = [
+    "pass@1",
+    "fmt(strict)",
+    "f1 %",
+    "a//b",
+    "../up",
+    "Über",
+    "x" * 300,
+    "tab\tnew\nline",
+    "plain_name",
+    "two words",
+]
+
+
+def _run_with(store: LocalStore, metrics: dict[str, float], config: dict[str, Any] = CONFIG) -> RunLog:
+    log = create_run(store, "run", config)
+    log.append(Session(id="first", code_version="c0de1"))
+    log.append(BASE)
+    log.append(a_shard("s0", [a_summary(0)]))
+    log.append(dataclasses.replace(a_step(log.state, trained=["0.task0"]), metrics=metrics))
+    log.append(Alias(name="champion", version=1, checksum=""))
+    return log
+
+
+def test_a_name_that_mlflow_refuses_costs_itself_alone_and_one_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every metric and setting is there, with its value, under a name of its own; a good name is as it was."""
+    config = {**CONFIG, "reward": {"weights": {name: 0.5 for name in NAMES}}}
+    metrics = {f"reward/{name}": float(number) for number, name in enumerate(NAMES)} | {"loss": 9.0}
+    its = _Mirror(_run_with(local_store(tmp_path), metrics, config), tmp_path)
+    data = its.run().data
+    assert sorted(data.metrics.values()) == [*map(float, range(10)), 9.0]
+    good = {"train/reward/plain_name": 8.0, "train/reward/two words": 9.0, "train/reward/Über": 5.0, "train/loss": 9.0}
+    assert good.items() <= data.metrics.items()
+    assert len([key for key in data.params if key.startswith("reward.weights")]) == len(NAMES)
+    assert data.tags["millrace.synced_entries"] == "5"
+    said = [record.getMessage() for record in caplog.records if "takes no name like" in record.getMessage()]
+    assert len(said) == len(set(said)) and any("'train/reward/pass@1'" in sentence for sentence in said)
+    its.sync()
+    assert len([record for record in caplog.records if "takes no name like" in record.getMessage()]) == len(said)
+
+
+def test_a_run_removed_and_made_again_under_its_name_is_another_one_in_mlflow(tmp_path: Path) -> None:
+    store = local_store(tmp_path)
+    its = _Mirror(_run_with(store, {"loss": 1.0}), tmp_path)
+    first = its.run().info.run_id
+    assert its.client.get_model_version_by_alias("run", "champion").run_id == first
+    shutil.rmtree(store.root / "runs" / "run")
+    log = create_run(store, "run", CONFIG)
+    log.append(Session(id="again", code_version="c0de1"))
+    log.append(BASE)
+    Registry(log, tracking_uri=its.tracking).sync()
+    runs = its.client.search_runs([its.client.get_experiment_by_name("millrace").experiment_id])
+    [second] = [run for run in runs if run.info.run_id != first]
+    assert not second.data.metrics and second.data.tags["millrace.synced_entries"] == "2"
+    assert not its.client.get_registered_model("run").aliases, "the earlier run's champion is no champion of this one"
+    versions = {version.run_id: version.tags["millrace.version"] for version in its.client.search_model_versions("")}
+    assert versions[second.info.run_id] == "0"
+    with pytest.raises(InvalidInput, match="is of an earlier run of this name"):
+        registered_version(log, "2", tracking_uri=its.tracking)  # the earlier run's policy 1
+
+
+def test_a_moved_store_goes_on_in_its_mlflow_run_and_a_copy_gets_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    its = _Mirror(_run_with(local_store(tmp_path), {"loss": 1.0}), tmp_path)
+    moved = LocalStore(tmp_path / "elsewhere")
+    shutil.move(tmp_path / "store", moved.root)
+    log = open_run(moved, "run")
+    log.append(Alias(name="champion", version=0, checksum=""))
+    for _ in range(2):
+        assert Registry(log, tracking_uri=its.tracking).sync() == its.registered  # the log was not told of them
+    assert its.run().data.tags["millrace.store"] == moved.uri, "one MLflow run"
+    assert its.client.get_model_version_by_alias("run", "champion").tags["millrace.version"] == "0"
+    assert [r.getMessage() for r in caplog.records].count(
+        f"run run was in {local_store(tmp_path).uri} before; its MLflow run goes on"
+    ) == 1
+    copy = LocalStore(tmp_path / "copy")
+    shutil.copytree(moved.root, copy.root)
+    Registry(open_run(copy, "run"), tracking_uri=its.tracking).sync()
+    runs = its.client.search_runs([its.client.get_experiment_by_name("millrace").experiment_id])
+    assert {run.data.tags["millrace.store"] for run in runs} == {moved.uri, copy.uri}
+
+
+def test_what_a_user_deletes_in_mlflow_costs_itself_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = _run_with(local_store(tmp_path), {"loss": 1.0})
+    its = _Mirror(log, tmp_path)
+    for registration in its.registered:
+        log.append(registration)
+    its.client.delete_registered_model("run")
+    log.append(a_shard("s1", [a_summary(1, version=1)]))
+    log.append(dataclasses.replace(a_step(log.state, trained=["0.task1"]), metrics={"loss": 0.25}))
+    its.sync()
+    assert [value for _, value, _ in its.history("train/loss")] == [1.0, 0.25] and list(its.versions()) == ["2"]
+    experiment = its.client.get_experiment_by_name("millrace").experiment_id
+    its.client.delete_experiment(experiment)
+    log.append(Alias(name="champion", version=2, checksum=""))
+    its.sync()
+    assert its.client.get_model_version_by_alias("run", "champion").tags["millrace.version"] == "2"
+    its.client.delete_run(its.run().info.run_id)
+    its.sync()
+    assert its.run().data.tags["millrace.synced_entries"] == str(log.state.entries), "all of it, in a new one"
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert said.count("has no model run any more") == 1 and said.count("is restored") == 1

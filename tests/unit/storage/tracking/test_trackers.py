@@ -8,6 +8,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +21,16 @@ from settings.run_file import make_config
 from storage.log.entries import End, Evaluation, Step
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
+from storage.objects.digests import sha256_of_json
+from storage.objects.object_store import LocalStore
 from storage.objects.opening import open_store
 from storage.tracking import to_wandb, trackers
 from storage.tracking.follower import FollowerUnavailable
 from storage.tracking.trackers import TITLES, Tracker, check_trackers, tracked_run
 from tests.builders import a_log, a_shard, a_step, a_summary, local_store
 
+ODD = {"reward/pass@1": 0.5, "reward/fmt(strict)": 0.25, "reward/f1 %": 2.0, "reward/a//b": 3.0, "Über": 4.0}
+"""Names that MLflow refuses, and these places take."""
 Rows = list[tuple[int, float, dict[str, float]]]
 """Step, Unix time and metrics."""
 
@@ -51,7 +56,7 @@ def train(log: RunLog, loss: float) -> None:
     number = log.state.step
     log.append(a_shard(f"s{number}", [a_summary(number)]))
     step = a_step(log.state, trained=[f"0.task{number}"])
-    log.append(dataclasses.replace(step, metrics={"loss": loss, "system/cpu": 50.0}))
+    log.append(dataclasses.replace(step, metrics={"loss": loss, "system/cpu": 50.0, **ODD}))
 
 
 def evaluate(log: RunLog, score: float) -> None:
@@ -62,10 +67,14 @@ def evaluate(log: RunLog, score: float) -> None:
 def wanted(log: RunLog) -> Rows:
     """The rows of a log whose steps lose 1/1, 1/2, … and whose evaluation before them scores 0.25."""
     at = [entry.written_at for entry in log.entries if isinstance(entry.body, Step | Evaluation)]
+    odd = {"system/cpu": 50.0, **{f"train/{name}": value for name, value in ODD.items()}}
     first = (0, at[0], {"eval/test/tasks": 4.0, "eval/test/seconds": 1.0, "eval/test/score": 0.25})
     return [
         first,
-        *((n, at[n], {"train/loss": 1 / n if n < 4 else math.inf, "system/cpu": 50.0}) for n in range(1, len(at))),
+        *(
+            (n, at[n], {"train/loss": 1 / n if n < 4 else math.inf, "system/cpu": 50.0} | odd)
+            for n in range(1, len(at))
+        ),
     ]
 
 
@@ -238,3 +247,16 @@ def test_wandb_without_a_key_is_refused_unless_it_stays_offline(home: Path, monk
 )
 def test_one_or_more_are_named_in_the_run_file(tracking: Any, also: list[str]) -> None:
     assert make_config({"workflow": "a:B", "tracking": tracking}, source="test").tracking.also == also
+
+
+def test_a_moved_run_is_the_same_one_there_and_one_made_again_under_its_name_another(tmp_path: Path) -> None:
+    log = a_log(local_store(tmp_path))
+    first = tracked_run(log).id
+    moved = shutil.copytree(tmp_path / "store", tmp_path / "elsewhere")
+    assert tracked_run(open_run(LocalStore(moved), "run")).id == first
+    shutil.rmtree(tmp_path / "store")
+    assert tracked_run(a_log(local_store(tmp_path))).id != first
+    document = json.loads(log.store.get("runs/run/run.json"))
+    del document["birth"]  # as runs were recorded before there was one
+    log.store.put("runs/run/run.json", json.dumps(document).encode())
+    assert tracked_run(log).id == sha256_of_json([log.store.uri, "run", "first"])[:8]

@@ -1,0 +1,94 @@
+"""A model's folder that cannot be used says what it lacks and what helps, before anything heavy starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from settings.errors import InvalidInput
+from tasks.checks.preflight import check_model
+from trainers.model.weight_index import INDEX_FILE, check_model_folder
+
+EMBEDDING = {"model.embed_tokens.weight": np.zeros((8, 2), np.float32)}
+HEAD = {"lm_head.weight": np.zeros((8, 2), np.float32)}
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 988097824\n"
+
+
+def _change(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def _in_parts(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    save_file(EMBEDDING, folder / "1.safetensors")
+    index = {name: f"{number}.safetensors" for number, name in enumerate([*EMBEDDING, *HEAD], start=1)}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
+
+
+def _without_head(folder: Path) -> None:
+    save_file(EMBEDDING, folder / "model.safetensors")
+
+
+def _without_head_and_key(folder: Path) -> None:
+    _without_head(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 8}))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pointer": (
+        lambda f: (f / "model.safetensors").write_bytes(POINTER),
+        "model.safetensors is a pointer of git-lfs.*pull",
+    ),
+    "pointer to a tokenizer": (lambda f: (f / "tokenizer.json").write_bytes(POINTER), "tokenizer.json is a pointer"),
+    "pointer to a vocabulary": (lambda f: (f / "tokenizer.model").write_bytes(POINTER), "tokenizer.model is a pointer"),
+    "half": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+        "model.safetensors is damaged.*copy it again",
+    ),
+    "half a config": (lambda f: (f / "config.json").write_text('{"model_'), "config.json is damaged.*copy it again"),
+    "missing part": (_in_parts, f"lacks 2.safetensors, which {INDEX_FILE} names; copy or download"),
+    "no head": (_without_head, "no lm_head.*checkpoint of the whole model"),
+    "no head, the key left out": (_without_head_and_key, "no lm_head.*checkpoint of the whole model"),
+    "longer tokenizer": (
+        lambda f: _change(f / "tokenizer.json", added_tokens=[{"id": 8, "content": "<pad>"}]),
+        r"a token 8, and the model embeds 8: .*resize_token_embeddings\(9\)",
+    ),
+    "longer vocabulary": (lambda f: _change(f / "tokenizer.json", model={"vocab": [["a", 0.0]] * 9}), "a token 8, and"),
+    "no weights": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        r"lacks safetensors weights \(pytorch_model.bin is not read: save_pretrained writes them\)",
+    ),
+    "no tokenizer": (lambda f: (f / "tokenizer_config.json").unlink(), "lacks tokenizer_config.json"),
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    config = {"model_type": "llama", "vocab_size": 8, "tie_word_embeddings": False}
+    vocabulary = {"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": None}
+    for name, values in (("config", config), ("tokenizer_config", {}), ("tokenizer", vocabulary)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    save_file({**EMBEDDING, **HEAD}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_what_a_model_folder_lacks_is_said_with_what_helps(model: Path, what: str) -> None:
+    check_model_folder(model)
+    damage, sentence = DAMAGES[what]
+    damage(model)
+    with pytest.raises(InvalidInput, match=f"^model = '{model}': .*{sentence}"):
+        check_model(str(model))
+
+
+def test_a_head_that_is_the_embedding_and_spare_rows_of_it_are_no_faults(model: Path) -> None:
+    _without_head(model)
+    _change(model / "config.json", tie_word_embeddings=True, vocab_size=64)
+    check_model_folder(model)
+    _change(model / "config.json", text_config={"vocab_size": 8})
+    check_model_folder(model)
