@@ -6,6 +6,9 @@ In: Python source, and the code under test as `Solution`. Out: the number of tes
     test… functions without parameters                                                 one test each
     classes, parametrize, fixtures, and all that imports pytest                        pytest collects and runs them
     none of these                                                                      each top-level call is a test
+
+The code's names are what the tests use without defining, importing or finding them in Python. So no name of the code
+replaces what they compare with.
 """
 
 from __future__ import annotations
@@ -16,24 +19,33 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import symtable
 import sys
 import types
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollouts.sandbox.solution import Gone, NotPlain, Solution, send
+from rollouts.sandbox.solution import Solution
+from rollouts.sandbox.wire import send
 
 _IN_ONE_PROCESS = {
-    "capsys": "what it prints is not seen by the tests",
-    **dict.fromkeys(("capfd", "capsysbinary", "capfdbinary", "caplog"), "what it prints is not seen by the tests"),
-    **dict.fromkeys(("redirect_stdout", "redirect_stderr"), "what it prints is not seen by the tests"),
+    "caplog": "what it logs is not seen by the tests",
     **dict.fromkeys(("monkeypatch", "mocker", "mock", "unittest.mock"), "what the tests replace is not replaced there"),
     **dict.fromkeys(("sys", "builtins", "solution"), "what the tests replace is not replaced there"),
 }
 """Names that have an effect within one process only → why they have none on the code under test."""
+_LATE_SKIPS = ("skipTest", "SkipTest", "importorskip")
+_LIBRARY = {
+    **dict.fromkeys(("isclose", "isnan", "isinf", "inf", "nan", "pi"), "math"),
+    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
+    **dict.fromkeys(("Any", "Dict", "List", "Optional", "Set", "Tuple", "Union"), "typing"),
+    **{"deepcopy": "copy", "Decimal": "decimal", "Fraction": "fractions", "date": "datetime", "timedelta": "datetime"},
+    **{"np": "numpy", "pd": "pandas"},
+}
+"""Names that tests use as if they had imported them → their module."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -51,6 +63,17 @@ class TestPlan:
     functions: dict[str, int]
     """Names of test functions and classes → how many tests each has, at least."""
     needs_pytest: bool
+    wanted: dict[str, set[str]]
+    """Names that the tests use and do not have → the attributes that they use of them, "" if the name itself."""
+    own: set[str]
+    """Names that the tests define or import."""
+    is_dynamic: bool
+    """They also look names up by text."""
+
+    def takes(self, name: str) -> bool:
+        """True if a name of the code's is one that the tests are meant to use."""
+        is_free = name not in self.own and not hasattr(builtins, name) and not name.startswith("__")
+        return name in self.wanted or (self.is_dynamic and is_free and name not in sys.stdlib_module_names)
 
     @property
     def num_tests(self) -> int:
@@ -66,6 +89,7 @@ def read_tests(source: str) -> TestPlan:
         raise CannotRun(f"the tests do not parse: {error}") from error
     nodes = list(ast.walk(ast.Module(body, [])))
     _check_names(nodes)
+    _check_choices(nodes)
     helpers = _called_with_arguments(body)  # HumanEval's `check(add)` by another name
     defined = [
         node
@@ -84,12 +108,58 @@ def read_tests(source: str) -> TestPlan:
         statements = [node for node in body if isinstance(node, ast.Expr) and _calls_something(node.value)]
     if not functions and not statements:
         raise CannotRun("the tests have no assert, no test function and no call, so there is nothing to pass")
-    return TestPlan(body, statements, functions, needs_pytest)
+    own, used = _names(symtable.symtable(source, "tests.py", "exec"))
+    wanted = {name: _attributes(nodes, name) for name in used - own if not hasattr(builtins, name)}
+    is_dynamic = bool(used & {"eval", "exec", "globals", "locals", "vars"})
+    if not wanted and not is_dynamic and not any(_module(node) == "solution" for node in nodes):
+        raise CannotRun(
+            "the tests use no name that the code could define; to test one that Python has, import it from solution"
+        )
+    given = {"solution", *(wanted.keys() - _LIBRARY.keys()), *_imported_from_solution(nodes)}
+    for node in nodes:
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).partition(".")[0] in given for base in node.bases):
+            raise CannotRun(
+                f"line {node.lineno}: {node.name} derives from a class of the code, which is in a process of its own"
+            )
+    return TestPlan(body, statements, functions, needs_pytest, wanted, own, is_dynamic)
+
+
+def _imported_from_solution(nodes: Sequence[ast.AST]) -> set[str]:
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "solution"]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
+
+
+def _names(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
+    """Names that the tests bind at the top level, and those that they use there or anywhere as global ones."""
+    own, used = set(), set()
+    is_top = table.get_type() == "module"
+    for symbol in table.get_symbols():
+        is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+        if is_bound and (is_top or symbol.is_declared_global()):
+            own.add(symbol.get_name())
+        if symbol.is_referenced() and (is_top or symbol.is_global()):
+            used.add(symbol.get_name())
+    for child in table.get_children():
+        own |= _names(child)[0]
+        used |= _names(child)[1]
+    return own, {name for name in used if not name.startswith("__")}
+
+
+def _attributes(nodes: Sequence[ast.AST], name: str) -> set[str]:
+    owners = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == name]
+    num_uses = sum(isinstance(node, ast.Name) and node.id == name for node in nodes)
+    return {node.attr for node in owners} | ({""} if num_uses > len(owners) else set())
+
+
+def _module(node: ast.AST) -> str | None:
+    if isinstance(node, ast.ImportFrom):
+        return node.module
+    return next((alias.name for alias in node.names), None) if isinstance(node, ast.Import) else None
 
 
 def check_imports(plan: TestPlan) -> None:
     """Raise `CannotRun` for a package that the tests import and that is not installed."""
-    for node in plan.body:
+    for node in _imports(plan.body):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
         for name in names:
@@ -97,6 +167,15 @@ def check_imports(plan: TestPlan) -> None:
                 raise CannotRun(f"line {node.lineno}: the tests import {name}, which is not installed: install it")
     if plan.needs_pytest and importlib.util.find_spec("pytest") is None:
         raise CannotRun("the tests have classes, parameters or fixtures, which pytest runs: `pip install pytest`")
+
+
+def _imports(body: Sequence[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Those that the tests cannot do without."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not isinstance(node, ast.Try | ast.expr):
+            yield from _imports([*ast.iter_child_nodes(node)])
 
 
 def _check_names(nodes: Sequence[ast.AST]) -> None:
@@ -109,9 +188,8 @@ def _check_names(nodes: Sequence[ast.AST]) -> None:
             case ast.Import(names=aliases):
                 names = [alias.name for alias in aliases if alias.name in ("unittest.mock", "mock")]
             case ast.Assign(targets=targets):
-                names = [ast.unparse(target.value) for target in targets if isinstance(target, ast.Attribute)]
-            case ast.Attribute(attr=name) | ast.Name(id=name) if name.startswith("redirect_std"):
-                names = [name]
+                owners = [target for target in targets if isinstance(target, ast.Attribute)]
+                names = [ast.unparse(target.value) for target in owners if target.attr not in ("stdout", "stderr")]
             case _:
                 continue
         for name in names:
@@ -119,6 +197,29 @@ def _check_names(nodes: Sequence[ast.AST]) -> None:
                 line = getattr(node, "lineno", 0)
                 why = f"the code under test runs in a process of its own, and {_IN_ONE_PROCESS[name]}"
                 raise CannotRun(f"line {line}: the tests use {name}: {why}; compare what functions return")
+
+
+def _check_choices(nodes: Sequence[ast.AST]) -> None:
+    """Refuse tests that can count or not, as the code likes."""
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) and _module(node) != "solution"]
+    libraries = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
+    for node in nodes:
+        match node:
+            case ast.Attribute(attr=name) if ast.unparse(node.value) == "pytest" or name in _LATE_SKIPS:
+                pass
+            case ast.Name(id=name) | ast.alias(name=name) if name in _LATE_SKIPS:
+                pass
+            case ast.Call(func=ast.Attribute(attr="skipif" | "skipIf" | "skipUnless" | "xfail" as name)):
+                parts = [part for argument in [*node.args, *node.keywords] for part in ast.walk(argument)]
+                names = {part.id for part in parts if isinstance(part, ast.Name) and not hasattr(builtins, part.id)}
+                if names <= libraries:
+                    continue
+                name = "skip"
+            case _:
+                continue
+        if name in ("skip", "xfail", *_LATE_SKIPS):
+            what = f"line {getattr(node, 'lineno', 0)}: the tests decide while they run whether one counts"
+            raise CannotRun(f"{what}, so the code could choose: mark it with @pytest.mark.skip, or remove it")
 
 
 def _needs_pytest(node: ast.AST) -> bool:
@@ -167,50 +268,75 @@ def check(source: str, solution: Solution, verdicts: TextIO, *, as_leetcode: boo
     """Write the number of tests, then the verdict on each as soon as it has run."""
     try:
         _run(read_tests(source), solution, verdicts, as_leetcode=as_leetcode)
-    except (CannotRun, NotPlain) as error:
+    except CannotRun as error:
         send(verdicts, {"fault": str(error)})
+
+
+class _Code(types.ModuleType):
+    """The module `solution`, as the tests import it."""
+
+    def __init__(self, solution: Solution, defined: set[str]) -> None:
+        super().__init__("solution")
+        self.__dict__.update(_solution=solution, _defined=defined)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self._defined:
+            raise AttributeError(name)
+        return self._solution.named(name)
+
+
+def _library(plan: TestPlan) -> dict[str, Any]:
+    """What the tests use of Python without importing it, as if the code's imports were theirs."""
+    values: dict[str, Any] = {}
+    for name, attributes in plan.wanted.items():
+        is_module = name in sys.stdlib_module_names and "" not in attributes
+        if is_module or (name in _LIBRARY and plan.wanted.keys() - _LIBRARY.keys()):
+            with contextlib.suppress(ImportError):
+                module = importlib.import_module(name if is_module else _LIBRARY[name])
+                if not is_module or all(hasattr(module, attribute) for attribute in attributes):
+                    values[name] = module if is_module else getattr(module, name, module)
+    return values
 
 
 def _run(plan: TestPlan, solution: Solution, verdicts: TextIO, *, as_leetcode: bool) -> None:
     send(verdicts, {"tests": plan.num_tests})
     module = types.ModuleType("__main__")
     sys.modules["tests"] = module
-    sys.modules["solution"] = types.ModuleType("solution")
-    names = solution.names(as_leetcode=as_leetcode)
-    # Tests compare with built-in functions; they get the code's own one only if they import it by name.
-    plain = {name: value for name, value in names.items() if not hasattr(builtins, name)}
-    vars(sys.modules["solution"]).update(names, __all__=[*plain])
     space = vars(module)
-    space.update(plain)
+    space.update(_library(plan))
+    methods = [node for each in plan.body if isinstance(each, ast.ClassDef) for node in each.body]
+    solution.closed |= {node.name for node in methods if isinstance(node, _Function)}
+    defined = solution.names(as_leetcode=as_leetcode)
+    names = {name: solution.named(name) for name in defined if plan.takes(name) and name not in space}
+    space.update(names)
+    sys.modules["solution"] = code = _Code(solution, {*defined})
+    code.__all__ = [*names]  # type: ignore[attr-defined]
+    num_asked = solution.num_asked
     calls = [] if plan.needs_pytest else [ast.parse(f"{name}()").body[0] for name in plan.functions]
     num_lost = 0
     if plan.needs_pytest:
         importlib.import_module("pytest")
     with _without_runners():
         for node in [*plan.body, *calls]:
-            passed = _passes(node, space, solution)
+            solution.has_failed = False
+            passed = _passes(node, space, lambda: solution.num_asked > num_asked)
+            passed = passed and not solution.has_failed and not solution.is_gone
             if node in plan.statements or node in calls:
                 send(verdicts, {"passed": passed})
             elif not passed and isinstance(node, _Function | ast.ClassDef):
                 num_lost += plan.functions.get(node.name, 0)
     if plan.needs_pytest:
-        _run_pytest(module, len(plan.statements) + num_lost, verdicts)
+        _run_pytest(module, solution, len(plan.statements) + num_lost, verdicts)
 
 
-def _passes(node: ast.stmt, space: dict[str, Any], solution: Solution) -> bool:
-    num_asked = solution.num_asked
+def _passes(node: ast.stmt, space: dict[str, Any], was_asked: Callable[[], bool]) -> bool:
     try:
         exec(compile(ast.Module([node], []), "tests.py", "exec"), space)
-    except (NotPlain, Gone):
-        raise
-    except ImportError as error:
-        if error.name != "solution":
-            raise CannotRun(f"line {node.lineno}: the tests cannot be run here: {error}") from error
-        return False
-    except OSError as error:
-        if solution.num_asked == num_asked:  # no code had a part in it
-            raise CannotRun(f"line {node.lineno}: the tests cannot be run here: {error}") from error
-        return False
+    except (ImportError, OSError) as error:
+        # Only what no code had a part in is a fault of the tests: else the code could choose not to be scored.
+        if was_asked() or getattr(error, "name", "") == "solution":
+            return False
+        raise CannotRun(f"line {node.lineno}: the tests cannot be run here: {error}") from error
     except SystemExit as error:
         return type(error) is SystemExit and not error.code  # the tests' own, as in `sys.exit(1)`
     except BaseException:  # noqa: BLE001 - any exception fails the test
@@ -232,15 +358,22 @@ def _without_runners() -> Iterator[None]:
             owner.main = main  # type: ignore[attr-defined]
 
 
-def _run_pytest(module: types.ModuleType, num_others: int, verdicts: TextIO) -> None:
+def _run_pytest(module: types.ModuleType, solution: Solution, num_others: int, verdicts: TextIO) -> None:
     """Let pytest run the functions and classes of a module that has been executed."""
     import pytest
+    from _pytest.fixtures import FixtureLookupError
+
+    def _is_marked(item: Any) -> bool:
+        owners = [item.obj, item.cls]
+        is_marked = any(mark.name in ("skip", "skipif") for mark in item.iter_markers())
+        return is_marked or any(getattr(owner, "__unittest_skip__", False) is True for owner in owners)
 
     class Executed(pytest.Module):
         def _getobj(self) -> types.ModuleType:
             return module
 
     class Verdicts:
+        marked: set[str] = set()
         failed: set[str] = set()
         skipped: set[str] = set()
         fault = ""
@@ -249,29 +382,32 @@ def _run_pytest(module: types.ModuleType, num_others: int, verdicts: TextIO) -> 
             return Executed.from_parent(parent, path=module_path)
 
         def pytest_collection_finish(self, session: pytest.Session) -> None:
+            self.marked |= {item.nodeid for item in session.items if _is_marked(item)}
             send(verdicts, {"tests": num_others + len(session.items)})
 
+        def pytest_runtest_logstart(self) -> None:
+            solution.has_failed = False
+
         def pytest_exception_interact(self, call: Any) -> None:
-            error = call.excinfo.value
-            if isinstance(error, NotPlain):
-                self.fault = str(error)
-            elif type(error).__name__ == "FixtureLookupError":
-                self.fault = f"there is no fixture {error.argname!r}"
+            if isinstance(call.excinfo.value, FixtureLookupError):
+                self.fault = f"there is no fixture {call.excinfo.value.argname!r}"
 
         def pytest_runtest_logreport(self, report: Any) -> None:
-            if report.failed:
-                self.failed.add(report.nodeid)
-            elif report.skipped and not hasattr(report, "wasxfail"):
+            if report.skipped and report.nodeid in self.marked:
                 self.skipped.add(report.nodeid)
+            elif report.failed or (report.skipped and not hasattr(report, "wasxfail")):
+                self.failed.add(report.nodeid)
 
         def pytest_runtest_logfinish(self, nodeid: str) -> None:
             if self.fault:
                 send(verdicts, {"fault": f"{nodeid.partition('::')[2]}: {self.fault}"})
             is_skipped = nodeid in self.skipped - self.failed
-            send(verdicts, {"skipped": True} if is_skipped else {"passed": nodeid not in self.failed})
+            has_passed = nodeid not in self.failed and not solution.has_failed and not solution.is_gone
+            send(verdicts, {"skipped": True} if is_skipped else {"passed": has_passed})
 
     settings = Path("pytest.ini")
     settings.write_text("[pytest]\n")
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     options = ["-c", str(settings), "-s", "--tb=no", "--noconftest", "-p", "no:cacheprovider", "-o", "python_classes=*"]
+    options += ["-o", "empty_parameter_set_mark=fail_at_collect"]  # the code may have had a part in the parameters
     pytest.main(["tests.py", *options, "--basetemp=tmp"], plugins=[Verdicts()])
