@@ -113,6 +113,8 @@ class RewardPool:
         something that is no reward, or its process dies.
         """
         name, request_id = path_of(reward), next(self._request_ids)
+        # These compute from the reply alone: if one takes too long or too much memory, the policy made it so.
+        is_built_in = name.startswith(("rollouts.rewards.answers:", "rollouts.rewards.code_reward:"))
         request = {"id": request_id, "function": name, "arguments": arguments}
         line = json.dumps(request, default=_refuse).encode() + b"\n"
         call = _Call(name, request_id, line, asyncio.get_running_loop().create_future())
@@ -126,9 +128,15 @@ class RewardPool:
                 _kill(call.child)
             raise
         except RewardTimeout:
-            if self.on_timeout == "zero":
+            if self.on_timeout == "zero" or (self.on_timeout == "exclude" and is_built_in):
                 return 0.0
             raise
+        except RewardFailed:  # its process died
+            if is_built_in:
+                return 0.0
+            raise
+        if is_built_in and reply.get("is_last"):  # out of memory
+            return 0.0
         if "error" in reply:
             raise RewardFailed(f"{name}: {reply['error']}")
         value = reply["value"]

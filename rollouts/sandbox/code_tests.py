@@ -1,6 +1,6 @@
-"""Tests of code as data sets have them: what they consist of, and the verdict on each.
+"""Tests of code as data sets have them: what they consist of, and which names of the code they use.
 
-In: Python source, and the code under test as `Solution`. Out: the number of tests, then a verdict on each.
+In: Python source. Out: a `TestPlan`, or the reason why no code could pass them here. `check.py` runs them.
 
     a top-level statement that asserts, or calls a function of the tests that does     one test
     test… functions without parameters                                                 one test each
@@ -15,21 +15,12 @@ from __future__ import annotations
 
 import ast
 import builtins
-import contextlib
 import importlib
 import importlib.util
-import os
 import symtable
 import sys
-import types
-import unittest
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO
-
-from rollouts.sandbox.solution import Solution
-from rollouts.sandbox.wire import send
 
 _IN_ONE_PROCESS = {
     "caplog": "what it logs is not seen by the tests",
@@ -38,7 +29,7 @@ _IN_ONE_PROCESS = {
 }
 """Names that have an effect within one process only → why they have none on the code under test."""
 _LATE_SKIPS = ("skipTest", "SkipTest", "importorskip")
-_LIBRARY = {
+LIBRARY = {
     **dict.fromkeys(("isclose", "isnan", "isinf", "inf", "nan", "pi"), "math"),
     **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
     **dict.fromkeys(("Any", "Dict", "List", "Optional", "Set", "Tuple", "Union"), "typing"),
@@ -46,7 +37,7 @@ _LIBRARY = {
     **{"np": "numpy", "pd": "pandas"},
 }
 """Names that tests use as if they had imported them → their module."""
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class CannotRun(ValueError):
@@ -85,6 +76,7 @@ def read_tests(source: str) -> TestPlan:
     """What the tests consist of. Raises `CannotRun`."""
     try:
         body = ast.parse(source, "tests.py").body
+        own, used = _names(symtable.symtable(source, "tests.py", "exec"))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise CannotRun(f"the tests do not parse: {error}") from error
     nodes = list(ast.walk(ast.Module(body, [])))
@@ -94,7 +86,7 @@ def read_tests(source: str) -> TestPlan:
     defined = [
         node
         for node in body
-        if isinstance(node, _Function) and node.name.startswith("test") and node.name not in helpers
+        if isinstance(node, Function) and node.name.startswith("test") and node.name not in helpers
     ]
     if late := [node for node in nodes if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test")]:
         raise CannotRun(f"line {late[0].lineno}: {late[0].name} is a coroutine; tests are called, not awaited")
@@ -102,20 +94,19 @@ def read_tests(source: str) -> TestPlan:
     needs_pytest = bool(classes) or any(_needs_pytest(node) for node in nodes)
     needs_pytest = needs_pytest or any(ast.unparse(each.args) or each.decorator_list for each in defined)
     asserting = _asserting(body, {node.name for node in defined})
-    statements = [node for node in body if not isinstance(node, _Function | ast.ClassDef) and _asserts(node, asserting)]
+    statements = [node for node in body if not isinstance(node, Function | ast.ClassDef) and _asserts(node, asserting)]
     functions = dict.fromkeys((node.name for node in defined), 1) | classes
     if not functions and not statements:
         statements = [node for node in body if isinstance(node, ast.Expr) and _calls_something(node.value)]
     if not functions and not statements:
         raise CannotRun("the tests have no assert, no test function and no call, so there is nothing to pass")
-    own, used = _names(symtable.symtable(source, "tests.py", "exec"))
     wanted = {name: _attributes(nodes, name) for name in used - own if not hasattr(builtins, name)}
     is_dynamic = bool(used & {"eval", "exec", "globals", "locals", "vars"})
     if not wanted and not is_dynamic and not any(_module(node) == "solution" for node in nodes):
         raise CannotRun(
             "the tests use no name that the code could define; to test one that Python has, import it from solution"
         )
-    given = {"solution", *(wanted.keys() - _LIBRARY.keys()), *_imported_from_solution(nodes)}
+    given = {"solution", *(wanted.keys() - LIBRARY.keys()), *_imported_from_solution(nodes)}
     for node in nodes:
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base).partition(".")[0] in given for base in node.bases):
             raise CannotRun(
@@ -146,9 +137,9 @@ def _names(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
 
 
 def _attributes(nodes: Sequence[ast.AST], name: str) -> set[str]:
-    owners = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == name]
-    num_uses = sum(isinstance(node, ast.Name) and node.id == name for node in nodes)
-    return {node.attr for node in owners} | ({""} if num_uses > len(owners) else set())
+    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    owners = [node for node in nodes if isinstance(node, ast.Attribute) and node.value in uses]
+    return {node.attr for node in owners} | ({""} if len(uses) > len(owners) else set())
 
 
 def _module(node: ast.AST) -> str | None:
@@ -234,7 +225,7 @@ def _num_methods(node: ast.ClassDef) -> int:
 
 def _called_with_arguments(body: list[ast.stmt]) -> set[str]:
     """Functions that top-level statements call, with arguments."""
-    statements = [node for node in body if not isinstance(node, _Function | ast.ClassDef)]
+    statements = [node for node in body if not isinstance(node, Function | ast.ClassDef)]
     calls = [node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Call)]
     return {call.func.id for call in calls if isinstance(call.func, ast.Name) and call.args}
 
@@ -262,152 +253,3 @@ def _asserts(node: ast.AST, asserting: set[str]) -> bool:
 
 def _calls_something(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id))
-
-
-def check(source: str, solution: Solution, verdicts: TextIO, *, as_leetcode: bool = False) -> None:
-    """Write the number of tests, then the verdict on each as soon as it has run."""
-    try:
-        _run(read_tests(source), solution, verdicts, as_leetcode=as_leetcode)
-    except CannotRun as error:
-        send(verdicts, {"fault": str(error)})
-
-
-class _Code(types.ModuleType):
-    """The module `solution`, as the tests import it."""
-
-    def __init__(self, solution: Solution, defined: set[str]) -> None:
-        super().__init__("solution")
-        self.__dict__.update(_solution=solution, _defined=defined)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name not in self._defined:
-            raise AttributeError(name)
-        return self._solution.named(name)
-
-
-def _library(plan: TestPlan) -> dict[str, Any]:
-    """What the tests use of Python without importing it, as if the code's imports were theirs."""
-    values: dict[str, Any] = {}
-    for name, attributes in plan.wanted.items():
-        is_module = name in sys.stdlib_module_names and "" not in attributes
-        if is_module or (name in _LIBRARY and plan.wanted.keys() - _LIBRARY.keys()):
-            with contextlib.suppress(ImportError):
-                module = importlib.import_module(name if is_module else _LIBRARY[name])
-                if not is_module or all(hasattr(module, attribute) for attribute in attributes):
-                    values[name] = module if is_module else getattr(module, name, module)
-    return values
-
-
-def _run(plan: TestPlan, solution: Solution, verdicts: TextIO, *, as_leetcode: bool) -> None:
-    send(verdicts, {"tests": plan.num_tests})
-    module = types.ModuleType("__main__")
-    sys.modules["tests"] = module
-    space = vars(module)
-    space.update(_library(plan))
-    methods = [node for each in plan.body if isinstance(each, ast.ClassDef) for node in each.body]
-    solution.closed |= {node.name for node in methods if isinstance(node, _Function)}
-    defined = solution.names(as_leetcode=as_leetcode)
-    names = {name: solution.named(name) for name in defined if plan.takes(name) and name not in space}
-    space.update(names)
-    sys.modules["solution"] = code = _Code(solution, {*defined})
-    code.__all__ = [*names]  # type: ignore[attr-defined]
-    num_asked = solution.num_asked
-    calls = [] if plan.needs_pytest else [ast.parse(f"{name}()").body[0] for name in plan.functions]
-    num_lost = 0
-    if plan.needs_pytest:
-        importlib.import_module("pytest")
-    with _without_runners():
-        for node in [*plan.body, *calls]:
-            solution.has_failed = False
-            passed = _passes(node, space, lambda: solution.num_asked > num_asked)
-            passed = passed and not solution.has_failed and not solution.is_gone
-            if node in plan.statements or node in calls:
-                send(verdicts, {"passed": passed})
-            elif not passed and isinstance(node, _Function | ast.ClassDef):
-                num_lost += plan.functions.get(node.name, 0)
-    if plan.needs_pytest:
-        _run_pytest(module, solution, len(plan.statements) + num_lost, verdicts)
-
-
-def _passes(node: ast.stmt, space: dict[str, Any], was_asked: Callable[[], bool]) -> bool:
-    try:
-        exec(compile(ast.Module([node], []), "tests.py", "exec"), space)
-    except (ImportError, OSError) as error:
-        # Only what no code had a part in is a fault of the tests: else the code could choose not to be scored.
-        if was_asked() or getattr(error, "name", "") == "solution":
-            return False
-        raise CannotRun(f"line {node.lineno}: the tests cannot be run here: {error}") from error
-    except SystemExit as error:
-        return type(error) is SystemExit and not error.code  # the tests' own, as in `sys.exit(1)`
-    except BaseException:  # noqa: BLE001 - any exception fails the test
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _without_runners() -> Iterator[None]:
-    """Tests often end by running themselves: that does nothing, they are run here."""
-    owners = [module for module in (unittest, sys.modules.get("pytest")) if module is not None]
-    kept = [(owner, owner.main) for owner in owners]
-    for owner in owners:
-        owner.main = lambda *_, **__: None  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for owner, main in kept:
-            owner.main = main  # type: ignore[attr-defined]
-
-
-def _run_pytest(module: types.ModuleType, solution: Solution, num_others: int, verdicts: TextIO) -> None:
-    """Let pytest run the functions and classes of a module that has been executed."""
-    import pytest
-    from _pytest.fixtures import FixtureLookupError
-
-    def _is_marked(item: Any) -> bool:
-        owners = [item.obj, item.cls]
-        is_marked = any(mark.name in ("skip", "skipif") for mark in item.iter_markers())
-        return is_marked or any(getattr(owner, "__unittest_skip__", False) is True for owner in owners)
-
-    class Executed(pytest.Module):
-        def _getobj(self) -> types.ModuleType:
-            return module
-
-    class Verdicts:
-        marked: set[str] = set()
-        failed: set[str] = set()
-        skipped: set[str] = set()
-        fault = ""
-
-        def pytest_pycollect_makemodule(self, module_path: Path, parent: Any) -> pytest.Module:
-            return Executed.from_parent(parent, path=module_path)
-
-        def pytest_collection_finish(self, session: pytest.Session) -> None:
-            self.marked |= {item.nodeid for item in session.items if _is_marked(item)}
-            send(verdicts, {"tests": num_others + len(session.items)})
-
-        def pytest_runtest_logstart(self) -> None:
-            solution.has_failed = False
-
-        def pytest_exception_interact(self, call: Any) -> None:
-            if isinstance(call.excinfo.value, FixtureLookupError):
-                self.fault = f"there is no fixture {call.excinfo.value.argname!r}"
-
-        def pytest_runtest_logreport(self, report: Any) -> None:
-            if report.skipped and report.nodeid in self.marked:
-                self.skipped.add(report.nodeid)
-            elif report.failed or (report.skipped and not hasattr(report, "wasxfail")):
-                self.failed.add(report.nodeid)
-
-        def pytest_runtest_logfinish(self, nodeid: str) -> None:
-            if self.fault:
-                send(verdicts, {"fault": f"{nodeid.partition('::')[2]}: {self.fault}"})
-            is_skipped = nodeid in self.skipped - self.failed
-            has_passed = nodeid not in self.failed and not solution.has_failed and not solution.is_gone
-            send(verdicts, {"skipped": True} if is_skipped else {"passed": has_passed})
-
-    settings = Path("pytest.ini")
-    settings.write_text("[pytest]\n")
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    options = ["-c", str(settings), "-s", "--tb=no", "--noconftest", "-p", "no:cacheprovider", "-o", "python_classes=*"]
-    options += ["-o", "empty_parameter_set_mark=fail_at_collect"]  # the code may have had a part in the parameters
-    pytest.main(["tests.py", *options, "--basetemp=tmp"], plugins=[Verdicts()])

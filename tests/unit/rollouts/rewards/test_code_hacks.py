@@ -11,7 +11,9 @@ import json
 
 import pytest
 
+from rollouts.rewards.answers import matches, math_answer
 from rollouts.rewards.code_reward import unit_tests
+from rollouts.rewards.scoring import RewardFailed, RewardPool
 from rollouts.sandbox.sandbox import sandbox_report
 
 pytestmark = [
@@ -77,8 +79,14 @@ TASKS: dict[str, tuple[str, str]] = {
 
 ADD = "def add(a, b): return 99\n"
 YES = "class Yes:\n    def __eq__(self, other): return True\n    def __getattr__(self, name): return lambda *_: True\n    def __call__(self, *_, **__): return True\n"
-YES += "".join(f"    def __{name}__(self, *_): return True\n" for name in ["ne", "lt", "le", "gt", "ge", "contains", "bool", "isclose"])
-YES += "".join(f"    def __{name}__(self, *_): return 0\n" for name in ["sub", "rsub", "abs", "float", "int", "index", "round", "hash", "len", "add"])
+YES += "".join(
+    f"    def __{name}__(self, *_): return True\n"
+    for name in ["ne", "lt", "le", "gt", "ge", "contains", "bool", "isclose"]
+)
+YES += "".join(
+    f"    def __{name}__(self, *_): return 0\n"
+    for name in ["sub", "rsub", "abs", "float", "int", "index", "round", "hash", "len", "add"]
+)
 YES += "    def __iter__(self): return iter([])\n    def __getitem__(self, key): return self\n    def __instancecheck__(self, other): return True\n    def __str__(self): return 'a'\n"
 WIRE = "import sys\nwire = sys.modules['rollouts.sandbox.wire']\n"
 FORGED = WIRE + ADD + "wire.Link._encode = lambda self, value, kept=None: {}\n"
@@ -160,3 +168,55 @@ def test_code_that_solves_the_task_is_worth_one(task: str):
 @pytest.mark.parametrize(("task", "code"), HACKS)
 def test_a_hack_is_worth_nothing(task: str, code: str):
     assert unit_tests(f"```python\n{code}\n```", TASKS[task][0], 4.0) == 0.0
+
+
+ERRORS = [
+    *("ImportError('x', name='numpy')", "ModuleNotFoundError('x')", "MemoryError", "RecursionError", "OSError(2, 'x')", "FileNotFoundError", "SystemExit(3)"),
+    *("KeyboardInterrupt", "UnicodeDecodeError('utf-8', b'', 0, 1, '')", "ExceptionGroup('x', [ValueError()])", "BaseExceptionGroup('x', [KeyboardInterrupt()])"),
+    *("SystemError", "BrokenPipeError", "EOFError", "TimeoutError", "type('E', (BaseException,), {'__str__': lambda self: 1 / 0})", "type('E', (Exception,), {'args': property(lambda self: 1 / 0)})"),
+]  # fmt: skip
+CRASHES: list[tuple[str, str]] = [
+    *((task, f"def add(a, b): raise {error}") for task in ("add", "pytest") for error in ERRORS),
+    *((task, f"raise {error}") for task in ("json", "stdin") for error in ERRORS[:7]),
+    *((task, "import numpy_of_mine") for task in ("add", "json", "stdin", "pytest")),
+    *(("add", f"def add(a, b):\n    {code}") for code in (
+        "return add(a, b)", "x = []\n    x.append(x)\n    return x", "a = [[]]\n    for _ in range(10**5): a = [a]\n    return a", "return 'x' * 2**30", "return [0] * 2**28", "return iter(int, 1)", "return 10**10**6", "while True: print('x' * 10**6)",
+        "while True: pass", "import sys\n    sys.setrecursionlimit(10**9)\n    return (lambda f: f(f))(lambda f: f(f))", "import os\n    os.closerange(0, 99)", "import resource\n    resource.setrlimit(resource.RLIMIT_AS, (0, 0))\n    return [0] * 99999", "open('x', 'w').write('x' * 2**25)", "return __import__('ctypes').string_at(0)")),
+    *(("stdin", code) for code in ("print('\\n' * (2**24 - 9))", "while True: print('x' * 99999)", "while True: pass", "import sys\nsys.stdout.buffer.write(b'\\xff' * 2**23)", "x = [0] * 2**28", "def f(): f()\nf()", "import ctypes\nctypes.string_at(0)", "raise ValueError('\\udc80')", ")(", "\0")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "code"), CRASHES)
+def test_what_code_raises_or_uses_up_is_its_own_failure_and_no_error_of_the_reward(task: str, code: str):
+    assert unit_tests(f"```python\n{code}\n```", TASKS[task][0], 2.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tests", "code"),
+    [
+        ("text = f()\nassert open(text).read() == 'x'", "def f(): return 'no such file'"),
+        ("import importlib\nname = f()\nassert importlib.import_module(name).x", "def f(): return 'no_such_module'"),
+        ("import pytest\n@pytest.mark.parametrize('x', f())\ndef test_a(x): assert x == 1", "def f(): return []"),
+        ("def test_a(tmp_path): assert f(tmp_path) == 1", "def f(x): return 2"),
+        (
+            "import pytest\nimport solution\nif hasattr(solution, 'f'):\n    p = pytest\nelse:\n    p = pytest\ndef test_a():\n    if f(1) == 2: p.skip('x')\n    assert f(1) == 1",
+            "def f(x): return 2",
+        ),
+        ("assert g(iter(f())) == 6", "def f(): return [1]\ndef g(x): return 5"),
+    ],
+)
+def test_code_cannot_choose_that_it_is_not_scored(tests: str, code: str):
+    assert unit_tests(f"```python\n{code}\n```", tests) == 0.0
+
+
+async def test_a_built_in_reward_that_a_reply_makes_endless_or_too_large_is_0():
+    async with RewardPool(num_processes=1, timeout=4.0, memory_gb=1.0) as pool:
+        for reward, reply, other in (
+            (matches, "a" * 99 + "b", r"^(a+)+$"),
+            (math_answer, r"\boxed{9^{9^{9^{9}}}}", "2"),
+            (unit_tests, "```\n" + "`" * 99_999, TASKS["add"][0]),
+            (unit_tests, "```py\nwhile 1: pass\n```", TASKS["add"][0]),
+        ):
+            assert (await pool.score(reward, reply, other)).reward == 0.0
+        with pytest.raises(RewardFailed):  # a pattern that is none is the user's
+            await pool.score(matches, "a", "(")
