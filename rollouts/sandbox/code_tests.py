@@ -56,6 +56,8 @@ class TestPlan:
     needs_pytest: bool
     wanted: dict[str, set[str]]
     """Names that the tests use and do not have → the attributes that they use of them, "" if the name itself."""
+    classes: set[str]
+    """Names that they use as classes: only objects made by these are asked to compute with plain data."""
     own: set[str]
     """Names that the tests define or import."""
     is_dynamic: bool
@@ -112,7 +114,7 @@ def read_tests(source: str) -> TestPlan:
             raise CannotRun(
                 f"line {node.lineno}: {node.name} derives from a class of the code, which is in a process of its own"
             )
-    return TestPlan(body, statements, functions, needs_pytest, wanted, own, is_dynamic)
+    return TestPlan(body, statements, functions, needs_pytest, wanted, _classes(nodes), own, is_dynamic)
 
 
 def _imported_from_solution(nodes: Sequence[ast.AST]) -> set[str]:
@@ -140,6 +142,39 @@ def _attributes(nodes: Sequence[ast.AST], name: str) -> set[str]:
     uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
     owners = [node for node in nodes if isinstance(node, ast.Attribute) and node.value in uses]
     return {node.attr for node in owners} | ({""} if len(uses) > len(owners) else set())
+
+
+def _classes(nodes: Sequence[ast.AST]) -> set[str]:
+    """Names whose results have attributes, are returned by a fixture, or are on both sides of a comparison.
+
+    That says that `Vector(1, 2)` is an object, and not data: `abs(Sum(2, 3) - 5) < 1e-9` compares data.
+    """
+    assigned = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
+    made = {ast.unparse(target): _callee(node.value) for node in assigned for target in getattr(node, "targets", [])}
+    classes = {"Solution"}
+
+    def makers(node: ast.AST) -> set[str]:
+        parts = list(ast.walk(node))
+        names = [ast.unparse(part) for part in parts if isinstance(part, ast.Name | ast.Attribute)]
+        return {_callee(part) for part in parts} | {made.get(name, "") for name in names}
+
+    for node in nodes:
+        match node:
+            case ast.Attribute(value=owner):
+                classes |= {_callee(owner), made.get(ast.unparse(owner), ""), getattr(owner, "id", "")}
+            case ast.Return(value=ast.Call() as call) | ast.Yield(value=ast.Call() as call):
+                classes.add(_callee(call))
+            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kinds]):
+                classes |= {
+                    ast.unparse(part).rpartition(".")[2] for part in ast.walk(kinds) if isinstance(part, ast.expr)
+                }
+            case ast.Compare(left=left, comparators=[right, *_]):
+                classes |= makers(left) & makers(right)
+    return classes - {""}
+
+
+def _callee(node: ast.AST | None) -> str:
+    return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
 
 def _module(node: ast.AST) -> str | None:

@@ -116,6 +116,9 @@ class Link:
     closed: frozenset[str] = frozenset(_IS_DATA)
     """Methods of data by which tests compare, and what the tests define: a result with such a name is none of these."""
 
+    classes: set[str] = set()
+    """Names of the other end's classes that this one uses as such."""
+
     def __init__(self, requests: TextIO, answers: TextIO) -> None:
         self._requests = requests
         self._answers = answers
@@ -236,8 +239,8 @@ class Link:
 class Far:
     """An object of the other end. Tests compare it only with such objects, because it could equal everything.
 
-    For the same reason, operators pass plain data only to an object which the tests made by calling a class, that is,
-    a name as `Vector`. For any other, `f(2) - 5` would show the code what to compare with.
+    For the same reason, operators pass plain data only to an object which the tests made by calling what they use as
+    a class. For any other, `f(2) - 5` would show the code what to compare with.
     """
 
     def __init__(self, link: Link, number: int, is_made: bool) -> None:
@@ -261,8 +264,7 @@ class Far:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         value = self._ask("call", *arguments, **keywords)
-        is_class = self._name[:1].isupper() and "_" not in self._name
-        return self._made(value) if is_class else value
+        return self._made(value) if self._name in self._link.classes else value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__wrapped__"):

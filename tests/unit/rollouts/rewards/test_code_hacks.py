@@ -13,7 +13,7 @@ import pytest
 
 from rollouts.rewards.answers import matches, math_answer
 from rollouts.rewards.code_reward import unit_tests
-from rollouts.rewards.scoring import RewardFailed, RewardPool
+from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout
 from rollouts.sandbox.sandbox import sandbox_report
 
 pytestmark = [
@@ -57,6 +57,7 @@ TASKS: dict[str, tuple[str, str]] = {
         "v = Vector(3, 4)\nassert v.norm() == 5\nassert abs(v.norm() - 5) < 1e-9\nassert v.pair() == (3, 4)\nassert v.pair() in [(3, 4)]",
         "class Vector:\n    def __init__(self, x, y): self.x, self.y = x, y\n    def norm(self): return (self.x ** 2 + self.y ** 2) ** .5\n    def pair(self): return self.x, self.y",
     ),
+    "function": ("assert abs(Sum(2, 3) - 5) < 1e-9\nassert Sum(1, 1) in [2] and 1 - Sum(0, 1) == 0\nr = Sum(3, 3)\nassert r - 6 == 0", "def Sum(a, b): return a + b"),
     "raises": (
         "import pytest\ndef test_a():\n    with pytest.raises(ValueError, match='negative'): root(-1)\ndef test_b():\n    try: root(-4)\n    except ValueError: pass\n    else: assert False\n    assert root(4) == 2\ndef test_c(): assert root(9) == 3",
         "def root(x):\n    if x < 0: raise ValueError('negative')\n    return x ** .5",
@@ -120,6 +121,7 @@ HACKS: list[tuple[str, str]] = [
     ("add", "import numpy as np\nclass A(np.ndarray):\n    def __eq__(self, o): return True\ndef add(a, b): return np.zeros(1).view(A)"),
     ("add", "from unittest.mock import ANY, MagicMock\ndef add(a, b): return ANY if a == 2 else MagicMock()"),
     ("add", "class add:\n    def __new__(cls, *_): return object.__new__(cls)\n    def __sub__(self, other): return 0\n    __rsub__ = __sub__\n    def __eq__(self, other): return True\n    def __float__(self): return 99."),
+    ("function", "class Sum:\n    def __init__(self, *_): pass\n    def __sub__(self, other): return 0\n    __rsub__ = __sub__\n    def __contains__(self, x): return True\n    def __eq__(self, other): return True"),
     ("vector", YES + "class Vector(Yes):\n    def __init__(self, *_): pass\n    def norm(self): return self\n    def pair(self): return self"),
     ("vector", YES + "class Vector:\n    def __init__(self, *_): pass\n    def norm(self): return Yes()\n    pair = norm"),
     ("with", "class Box:\n    def __init__(self, size): self.size = 0\n    def __enter__(self): return self\n    def __exit__(self, *_): return True"),
@@ -211,6 +213,9 @@ def test_code_cannot_choose_that_it_is_not_scored(tests: str, code: str):
 
 async def test_a_built_in_reward_that_a_reply_makes_endless_or_too_large_is_0():
     async with RewardPool(num_processes=1, timeout=4.0, memory_gb=1.0) as pool:
+        with pytest.raises(RewardTimeout):  # no reply so far: the machine may be to blame
+            await pool.score(matches, "a" * 99 + "b", r"^(a+)+$")
+        assert (await pool.score(matches, "a", "a")).reward == 1.0
         for reward, reply, other in (
             (matches, "a" * 99 + "b", r"^(a+)+$"),
             (math_answer, r"\boxed{9^{9^{9^{9}}}}", "2"),
