@@ -116,11 +116,7 @@ class RewardPool:
         something that is no reward, or its process dies.
         """
         name, request_id = path_of(reward), next(self._request_ids)
-        # These compute from the reply alone: if one takes too long or too much memory, and others did not, the policy
-        # made it so.
-        is_built_in = self._has_worked and name.startswith(
-            ("rollouts.rewards.answers:", "rollouts.rewards.code_reward:")
-        )
+        is_built_in = name.startswith(("rollouts.rewards.answers:", "rollouts.rewards.code_reward:"))
         request = {"id": request_id, "function": name, "arguments": arguments}
         line = json.dumps(request, default=_refuse).encode() + b"\n"
         call = _Call(name, request_id, line, asyncio.get_running_loop().create_future())
@@ -133,15 +129,14 @@ class RewardPool:
             if call.child is not None:
                 _kill(call.child)
             raise
-        except RewardTimeout:
-            if self.on_timeout == "zero" or (self.on_timeout == "exclude" and is_built_in):
+        except (RewardTimeout, RewardFailed) as error:  # the latter if its process died
+            is_late = isinstance(error, RewardTimeout)
+            # A built-in one computes from the reply alone: if others worked, the policy made it so.
+            is_own = is_built_in and self._has_worked and not (is_late and self.on_timeout == "fail")
+            if is_own or (is_late and self.on_timeout == "zero"):
                 return 0.0
             raise
-        except RewardFailed:  # its process died
-            if is_built_in:
-                return 0.0
-            raise
-        if is_built_in and reply.get("is_last"):  # out of memory
+        if is_built_in and self._has_worked and reply.get("is_last"):  # out of memory
             return 0.0
         if "error" in reply:
             raise RewardFailed(f"{name}: {reply['error']}")
