@@ -34,12 +34,12 @@ class _Code(types.ModuleType):
 
     def __init__(self, solution: Solution, defined: set[str]) -> None:
         super().__init__("solution")
-        self.__dict__.update(_solution=solution, _defined=defined)
+        self.__dict__.update(__solution=solution, __defined=defined)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name not in self._defined:
+        if name.startswith("__") or name not in self.__dict__["__defined"]:
             raise AttributeError(name)
-        return self._solution.named(name)
+        return self.__dict__["__solution"].named(name)
 
 
 def _library(plan: TestPlan) -> dict[str, Any]:

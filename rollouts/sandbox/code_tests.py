@@ -65,8 +65,9 @@ class TestPlan:
 
     def takes(self, name: str) -> bool:
         """True if a name of the code's is one that the tests are meant to use."""
-        is_free = name not in self.own and not hasattr(builtins, name) and not name.startswith("__")
-        return name in self.wanted or (self.is_dynamic and is_free and name not in sys.stdlib_module_names)
+        is_python = hasattr(builtins, name) or name in sys.stdlib_module_names or name in LIBRARY
+        is_free = name not in self.own and not is_python and not name.startswith("__")
+        return name in self.wanted or (self.is_dynamic and is_free)
 
     @property
     def num_tests(self) -> int:

@@ -125,7 +125,7 @@ class Link:
         self._own: list[Any] = []
         self._places: dict[int, int] = {}
         """Identity → place in `_own`, which keeps the object alive."""
-        self._far: dict[tuple[int, bool], Far] = {}
+        self._far: dict[tuple[int, bool, str], Far] = {}
 
     def ask(self, does: str, /, *arguments: Any, **keywords: Any) -> Any:
         """What the other end returns, or raises. It may ask back meanwhile."""
@@ -140,9 +140,10 @@ class Link:
             raise self._decode(message["error"])
         return self._decode(message["value"])
 
-    def far(self, number: int, *, is_made: bool = False) -> Far:
+    def far(self, number: int, *, is_made: bool = False, name: str = "") -> Far:
         """The object of the other end, always the same one, so that `is` compares."""
-        return self._far.setdefault((number, is_made), Far(self, number, is_made))
+        name = name if name in self.classes else ""  # one object may have several names, and one that is no class
+        return self._far.setdefault((number, is_made, name), Far(self, number, is_made, name))
 
     def tell(self, message: dict[str, Any]) -> None:
         try:
@@ -243,8 +244,9 @@ class Far:
     a class. For any other, `f(2) - 5` would show the code what to compare with.
     """
 
-    def __init__(self, link: Link, number: int, is_made: bool) -> None:
-        self.__dict__.update(_link=link, _number=number, _is_made=is_made or not link.is_strict, _name="")
+    def __init__(self, link: Link, number: int, is_made: bool, class_name: str) -> None:
+        is_made = is_made or not link.is_strict
+        self.__dict__.update(_link=link, _number=number, _is_made=is_made, _is_class=bool(class_name))
 
     def _ask(self, does: str, /, *arguments: Any, **keywords: Any) -> Any:
         return self._link.ask(does, self, *arguments, **keywords)
@@ -264,7 +266,7 @@ class Far:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         value = self._ask("call", *arguments, **keywords)
-        return self._made(value) if self._name in self._link.classes else value
+        return self._made(value) if self._is_class else value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__wrapped__"):
@@ -274,7 +276,7 @@ class Far:
         return named(self._ask("getattr", name), name)
 
     def __contains__(self, item: Any) -> bool:
-        return self._ask("contains", item) is True if self._is_made else any(item == each for each in self)
+        return self._ask("contains", item) is True if self._is_made else any(item == each for each in self._ask("iter"))
 
     def __exit__(self, *_: object) -> None:
         self._ask("exit")  # without the exception: the code could swallow a failed assertion
@@ -302,9 +304,7 @@ class Far:
 
 def named(value: Any, name: str) -> Any:
     """A value by the name that the tests call it."""
-    if isinstance(value, Far):
-        value.__dict__["_name"] = name
-    return value
+    return value._link.far(value._number, name=name) if isinstance(value, Far) else value
 
 
 for _name in _HARMLESS.split():
@@ -344,8 +344,9 @@ def _python_class(name: str) -> type[BaseException] | None:
         return _CodeExit
     is_python = module.partition(".")[0] in sys.stdlib_module_names and not module.startswith(_RUNNERS)
     kind = getattr(sys.modules.get(module), name, None) if is_python else None
-    is_usual = isinstance(kind, type) and issubclass(kind, Exception)
-    return kind if is_usual and not issubclass(kind, ExceptionGroup) else None
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ExceptionGroup):
+        return kind
+    return None
 
 
 def _new_class(names: tuple[str, ...]) -> type[BaseException]:

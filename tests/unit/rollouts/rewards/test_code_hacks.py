@@ -54,8 +54,8 @@ TASKS: dict[str, tuple[str, str]] = {
         "def add(a, b): return a + b",
     ),
     "vector": (
-        "v = Vector(3, 4)\nassert v.norm() == 5\nassert abs(v.norm() - 5) < 1e-9\nassert v.pair() == (3, 4)\nassert v.pair() in [(3, 4)]",
-        "class Vector:\n    def __init__(self, x, y): self.x, self.y = x, y\n    def norm(self): return (self.x ** 2 + self.y ** 2) ** .5\n    def pair(self): return self.x, self.y",
+        "v = Vector(3, 4)\nassert v.norm() == 5\nassert abs(v.norm() - 5) < 1e-9\nassert v.pair() == (3, 4)\nassert v.pair() in [(3, 4)]\nassert abs(length(v) - 5) < 1e-9",
+        "class Vector:\n    def __init__(self, x, y): self.x, self.y = x, y\n    def norm(self): return (self.x ** 2 + self.y ** 2) ** .5\n    def pair(self): return self.x, self.y\ndef length(v): return v.norm()",
     ),
     "function": ("assert abs(Sum(2, 3) - 5) < 1e-9\nassert Sum(1, 1) in [2] and 1 - Sum(0, 1) == 0\nr = Sum(3, 3)\nassert r - 6 == 0", "def Sum(a, b): return a + b"),
     "raises": (
@@ -123,6 +123,7 @@ HACKS: list[tuple[str, str]] = [
     ("add", "class add:\n    def __new__(cls, *_): return object.__new__(cls)\n    def __sub__(self, other): return 0\n    __rsub__ = __sub__\n    def __eq__(self, other): return True\n    def __float__(self): return 99."),
     ("function", "class Sum:\n    def __init__(self, *_): pass\n    def __sub__(self, other): return 0\n    __rsub__ = __sub__\n    def __contains__(self, x): return True\n    def __eq__(self, other): return True"),
     ("vector", YES + "class Vector(Yes):\n    def __init__(self, *_): pass\n    def norm(self): return self\n    def pair(self): return self"),
+    ("vector", YES + "class Vector(Yes):\n    def __init__(self, *_): pass\n    norm = pair = lambda self: None\nlength = Vector"),
     ("vector", YES + "class Vector:\n    def __init__(self, *_): pass\n    def norm(self): return Yes()\n    pair = norm"),
     ("with", "class Box:\n    def __init__(self, size): self.size = 0\n    def __enter__(self): return self\n    def __exit__(self, *_): return True"),
     # errors
