@@ -22,6 +22,7 @@ The final answer is the first of these that contains a readable answer; of sever
 import re
 from collections.abc import Iterable
 from fractions import Fraction
+from typing import Any
 
 from rollouts.rewards.expressions import THOUSANDS, differ, is_prose, last_boxes, latex, unicode_to_latex, unit_of
 from settings.errors import InvalidInput
@@ -122,7 +123,7 @@ def math_answer(reply: str, answer: str) -> float:
     the bare answer (`\frac{1}{2}`), or a solution with an answer in `\boxed{…}` or between `$`.
 
     Raises `InvalidInput` for an `answer` that is a sentence or has no expression, which is a fault of the data. It
-    never returns for some replies (`9^{9^{9^{9}}}`).
+    never returns for some replies (`9^{9^{9^{9}}}`), which a reward process makes 0.
 
     >>> math_answer(r"So $x = \boxed{\frac{2}{4}}$.", "1/2"), math_answer("I cannot tell.", "1/2")
     (1.0, 0.0)
@@ -142,17 +143,20 @@ def math_answer(reply: str, answer: str) -> float:
         chosen = _CHOICE.match(given) if given is not None else _last(_CHOICE_IN_PROSE.finditer(reply))
         if chosen is not None:
             return float(chosen[1] == choice[1])
-    golds, guesses = (
-        parse(unicode_to_latex(text) if boxed is None else rf"\boxed{{{latex(boxed)}}}", parsing_timeout=None)
-        for text, boxed in ((answer, bare), (reply, given))
-    )
-    if not golds:
+
+    def parsed(text: str, boxed: str | None) -> list[Any]:
+        return parse(unicode_to_latex(text) if boxed is None else rf"\boxed{{{latex(boxed)}}}", parsing_timeout=None)
+
+    if not (golds := parsed(answer, bare)):
         raise InvalidInput(f"the reference answer {answer!r} holds no mathematical expression")
-    units = [unit_of(boxed) for boxed in (given, bare) if boxed is not None]
-    if len(units) == 2 and all(units) and units[0] != units[1]:
+    try:
+        units = [unit_of(boxed) for boxed in (given, bare) if boxed is not None]
+        if len(units) == 2 and all(units) and units[0] != units[1]:
+            return 0.0
+        equal = (pair for pair in product(golds, parsed(reply, given)) if not differ(*pair))
+        return float(any(verify(*pair, allow_set_relation_comp=True, timeout_seconds=None) for pair in equal))
+    except Exception:  # noqa: BLE001 - math-verify stumbles over some replies, which must not choose to be excluded
         return 0.0
-    equal = (pair for pair in product(golds, guesses) if not differ(*pair))
-    return float(any(verify(*pair, allow_set_relation_comp=True, timeout_seconds=None) for pair in equal))
 
 
 def matches(reply: str, pattern: str) -> float:

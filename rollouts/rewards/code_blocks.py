@@ -20,9 +20,13 @@ from markdown_it.token import Token
 
 _PYTHON = re.compile(r"\{?[ \t]*\.?i?py(?:thon)?[0-9.]*(?![\w+#-])", re.IGNORECASE)
 """The start of an info string: `python`, `Python3.11 title="a.py"`, `{.py}`; not `pycon` or `python-repl`."""
-_LOOSE = re.compile(rf"(`{{3,}}|~{{3,}})[ \t]*{_PYTHON.pattern}[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.IGNORECASE)
+_LOOSE = re.compile(
+    rf"(?<![`~])(`{{3,}}+|~{{3,}}+)[ \t]*+{_PYTHON.pattern}[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.IGNORECASE
+)
 _MOST_FENCES = 32
 """Fences inside a string of the code that are tried as its end."""
+_MOST_FOR_ENDS = 1_000_000
+"""Characters that are parsed to find where blocks end, so that no reply takes so long that it is not scored."""
 
 
 def python_block(reply: str) -> str | None:
@@ -45,13 +49,17 @@ def _last_fence(text: str) -> tuple[int, str | None]:
     lines = text.split("\n")
     fences = [token for token in _markdown().parse(text) if token.type == "fence"]
     tagged = [token for token in fences if _PYTHON.match(token.info.strip())]
-    end, code = 0, None
+    end, code, left = 0, None, _MOST_FOR_ENDS
     for token in tagged or [token for token in fences if not token.info.strip()]:
         start, stop = token.map or (0, 0)
         if start < end:  # it is inside a string of the block before
             continue
-        readings = itertools.chain([(stop, token.content)], _longer(token, lines))
-        end, code = next((each for each in readings if _parses(each[1])), (stop, token.content))
+        end, code = stop, token.content
+        for reading in itertools.chain([(stop, code)], _longer(token, lines) if left > 0 else []):
+            left -= len(reading[1])
+            if left > 0 and _parses(reading[1]):
+                end, code = reading
+                break
     return end, code
 
 
@@ -70,7 +78,7 @@ def _parses(code: str) -> bool:
         warnings.simplefilter("ignore")
         try:
             ast.parse(code)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except Exception:  # noqa: BLE001 - SystemError too (python/cpython#106905): whatever the code is, it is no fault of ours
             return False
     return True
 

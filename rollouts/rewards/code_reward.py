@@ -11,6 +11,8 @@ It runs in a reward process, like every reward. The sandboxes are children of th
 from __future__ import annotations
 
 import functools
+import io
+import itertools
 import json
 import os
 import tempfile
@@ -33,8 +35,10 @@ def unit_tests(
     one without a tag is taken. `tests` is one of
     * Python code. Each top-level statement that asserts, or calls a function of the tests that does, is a test, and so
       is each `test…` function; if there are none, each top-level call is. Classes, parameters and fixtures are run by
-      pytest, also those of unittest. Tests use the names that the code defines, or import `solution`. Values cross as
-      plain data. Objects of the code's classes can be used, and compared with each other.
+      pytest, also those of unittest. Tests use names that they do not define themselves, or import `solution`. Plain
+      data, exceptions and what is printed cross; other objects stay where they are, and are used from there: functions,
+      iterators and objects of the tests' classes by the code, those of the code by the tests. Objects of the code's
+      classes equal only each other, and take part in `+` or `in` with plain data only if the tests made them.
     * JSON: `[{"input": "2 3", "output": "5"}, …]` or `{"inputs": […], "outputs": […]}`: standard input and output.
       White space at the ends of lines is ignored; a script that ends with an error has failed.
     * The same with `"fn_name"` (APPS, LiveCodeBench): calls of that function, or of that method of `Solution`. Inputs
@@ -43,7 +47,7 @@ def unit_tests(
     * JSON: a list of Python texts, as MBPP's `test_list`.
 
     All tests together have `seconds` of wall-clock, each process has `memory_gb` of address space. A test that has not
-    passed by then has failed, so keep `seconds` below the run file's `reward.timeout`.
+    passed by then has failed. What the code raises or uses up is its own failure, never an error of the reward.
 
     Raises `InvalidInput` for tests that can never run, and `SandboxUnavailable` if the machine cannot isolate the code,
     unless `allow_unsandboxed`. Both end as status `reward_error`, not as reward 0, and stop a run before it starts if
@@ -64,7 +68,7 @@ def unit_tests(
             if time.monotonic() < deadline:
                 home = Path(folder) / str(index)
                 status, printed = run_script(code, given, home, deadline=deadline, memory_gb=memory_gb)
-                num_passed += status == 0 and _lines(printed) == _lines(expected)
+                num_passed += status == 0 and _same_lines(printed, expected)
     return num_passed / len(pairs)
 
 
@@ -167,8 +171,10 @@ def as_json(value):
 import solution"""
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def _same_lines(printed: str, expected: str) -> bool:
+    """One line after the other: a list of all that code can print may not fit into memory."""
+    lines = itertools.zip_longest(io.StringIO(printed.rstrip()), io.StringIO(expected.rstrip()))
+    return all(None not in pair and pair[0].rstrip() == pair[1].rstrip() for pair in lines)
 
 
 def _run_tests(program: str, code: str, tests: str, folder: Path, *, deadline: float, memory_gb: float) -> float:

@@ -82,7 +82,8 @@ class RewardPool:
         """`timeout` is in seconds per call, `memory_gb` in GiB of address space per child: see `settings/reward.py`."""
         self._timeout = timeout
         self.on_timeout = on_timeout
-        """`zero`: a call past its deadline is worth 0; `exclude` and `fail`: it raises, the player does the rest."""
+        """`zero`: a call past its deadline is worth 0; `exclude` and `fail`: it raises, the player does the rest.
+        Built-in rewards are worth 0 under `exclude`, too."""
         self._command = own_command("rollouts.rewards.reward_process:main")
         self._command += [] if memory_gb is None else [str(int(memory_gb * 2**30))]
         self._num_processes = num_processes
@@ -94,6 +95,7 @@ class RewardPool:
         self._seconds = math.inf
         """Mean of recent calls; the newest counts for a fifth. Infinite if it is unknown, as after an error."""
         self._request_ids = itertools.count()
+        self._has_worked = False
 
     async def start(self) -> None:
         """Start all children now, so that the first calls do not wait for Python to start."""
@@ -107,12 +109,14 @@ class RewardPool:
         return Score(reward=weighted_sum(parts, {}), parts=parts)
 
     async def value(self, reward: Callable[..., Any], *arguments: Any) -> float | None | dict[str, float | None]:
-        """What `reward(*arguments)` returns: a number, None for not applicable, or named parts.
+        """What `reward(*arguments)` returns: a number, None for not applicable, or named parts. 0 if a built-in reward
+        of a reply passes the deadline, uses up the memory or ends its process.
 
         Raises `RewardTimeout` past the deadline, unless that means 0, and `RewardFailed` when it raises, returns
         something that is no reward, or its process dies.
         """
         name, request_id = path_of(reward), next(self._request_ids)
+        is_built_in = name.startswith(("rollouts.rewards.answers:", "rollouts.rewards.code_reward:"))
         request = {"id": request_id, "function": name, "arguments": arguments}
         line = json.dumps(request, default=_refuse).encode() + b"\n"
         call = _Call(name, request_id, line, asyncio.get_running_loop().create_future())
@@ -125,10 +129,15 @@ class RewardPool:
             if call.child is not None:
                 _kill(call.child)
             raise
-        except RewardTimeout:
-            if self.on_timeout == "zero":
+        except (RewardTimeout, RewardFailed) as error:  # the latter if its process died
+            is_late = isinstance(error, RewardTimeout)
+            # A built-in one computes from the reply alone: if others worked, the policy made it so.
+            is_own = is_built_in and self._has_worked and not (is_late and self.on_timeout == "fail")
+            if is_own or (is_late and self.on_timeout == "zero"):
                 return 0.0
             raise
+        if is_built_in and self._has_worked and reply.get("is_last"):  # out of memory
+            return 0.0
         if "error" in reply:
             raise RewardFailed(f"{name}: {reply['error']}")
         value = reply["value"]
@@ -177,6 +186,7 @@ class RewardPool:
         for number, call in enumerate(calls):
             reply = await self._reply_of(child, call, was_used=was_used or number > 0)
             if reply is not None:
+                self._has_worked = self._has_worked or "value" in reply
                 self._count_seconds(reply.get("seconds"))
                 if not call.reply.done():
                     call.reply.set_result(reply)

@@ -1,40 +1,43 @@
-"""Tests of code as data sets have them: what they consist of, and the verdict on each.
+"""Tests of code as data sets have them: what they consist of, and which names of the code they use.
 
-In: Python source, and the code under test as `Solution`. Out: the number of tests, then a verdict on each.
+In: Python source. Out: a `TestPlan`, or the reason why no code could pass them here. `check.py` runs them.
 
     a top-level statement that asserts, or calls a function of the tests that does     one test
     test… functions without parameters                                                 one test each
     classes, parametrize, fixtures, and all that imports pytest                        pytest collects and runs them
     none of these                                                                      each top-level call is a test
+
+The code's names are what the tests use without defining, importing or finding them in Python. So no name of the code
+replaces what they compare with.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
-import contextlib
 import importlib
 import importlib.util
-import os
+import symtable
 import sys
-import types
-import unittest
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO
-
-from rollouts.sandbox.solution import Gone, NotPlain, Solution, send
 
 _IN_ONE_PROCESS = {
-    "capsys": "what it prints is not seen by the tests",
-    **dict.fromkeys(("capfd", "capsysbinary", "capfdbinary", "caplog"), "what it prints is not seen by the tests"),
-    **dict.fromkeys(("redirect_stdout", "redirect_stderr"), "what it prints is not seen by the tests"),
+    "caplog": "what it logs is not seen by the tests",
     **dict.fromkeys(("monkeypatch", "mocker", "mock", "unittest.mock"), "what the tests replace is not replaced there"),
     **dict.fromkeys(("sys", "builtins", "solution"), "what the tests replace is not replaced there"),
 }
 """Names that have an effect within one process only → why they have none on the code under test."""
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_LATE_SKIPS = ("skipTest", "SkipTest", "importorskip")
+LIBRARY = {
+    **dict.fromkeys(("isclose", "isnan", "isinf", "inf", "nan", "pi"), "math"),
+    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
+    **dict.fromkeys(("Any", "Dict", "List", "Optional", "Set", "Tuple", "Union"), "typing"),
+    **{"deepcopy": "copy", "Decimal": "decimal", "Fraction": "fractions", "date": "datetime", "timedelta": "datetime"},
+    **{"np": "numpy", "pd": "pandas"},
+}
+"""Names that tests use as if they had imported them → their module."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class CannotRun(ValueError):
@@ -51,6 +54,20 @@ class TestPlan:
     functions: dict[str, int]
     """Names of test functions and classes → how many tests each has, at least."""
     needs_pytest: bool
+    wanted: dict[str, set[str]]
+    """Names that the tests use and do not have → the attributes that they use of them, "" if the name itself."""
+    classes: set[str]
+    """Names that they use as classes: only objects made by these are asked to compute with plain data."""
+    own: set[str]
+    """Names that the tests define or import."""
+    is_dynamic: bool
+    """They also look names up by text."""
+
+    def takes(self, name: str) -> bool:
+        """True if a name of the code's is one that the tests are meant to use."""
+        is_python = hasattr(builtins, name) or name in sys.stdlib_module_names or name in LIBRARY
+        is_free = name not in self.own and not is_python and not name.startswith("__")
+        return name in self.wanted or (self.is_dynamic and is_free)
 
     @property
     def num_tests(self) -> int:
@@ -62,15 +79,17 @@ def read_tests(source: str) -> TestPlan:
     """What the tests consist of. Raises `CannotRun`."""
     try:
         body = ast.parse(source, "tests.py").body
+        own, used = _names(symtable.symtable(source, "tests.py", "exec"))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise CannotRun(f"the tests do not parse: {error}") from error
     nodes = list(ast.walk(ast.Module(body, [])))
     _check_names(nodes)
+    _check_choices(nodes)
     helpers = _called_with_arguments(body)  # HumanEval's `check(add)` by another name
     defined = [
         node
         for node in body
-        if isinstance(node, _Function) and node.name.startswith("test") and node.name not in helpers
+        if isinstance(node, Function) and node.name.startswith("test") and node.name not in helpers
     ]
     if late := [node for node in nodes if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test")]:
         raise CannotRun(f"line {late[0].lineno}: {late[0].name} is a coroutine; tests are called, not awaited")
@@ -78,18 +97,96 @@ def read_tests(source: str) -> TestPlan:
     needs_pytest = bool(classes) or any(_needs_pytest(node) for node in nodes)
     needs_pytest = needs_pytest or any(ast.unparse(each.args) or each.decorator_list for each in defined)
     asserting = _asserting(body, {node.name for node in defined})
-    statements = [node for node in body if not isinstance(node, _Function | ast.ClassDef) and _asserts(node, asserting)]
+    statements = [node for node in body if not isinstance(node, Function | ast.ClassDef) and _asserts(node, asserting)]
     functions = dict.fromkeys((node.name for node in defined), 1) | classes
     if not functions and not statements:
         statements = [node for node in body if isinstance(node, ast.Expr) and _calls_something(node.value)]
     if not functions and not statements:
         raise CannotRun("the tests have no assert, no test function and no call, so there is nothing to pass")
-    return TestPlan(body, statements, functions, needs_pytest)
+    wanted = {name: _attributes(nodes, name) for name in used - own if not hasattr(builtins, name)}
+    is_dynamic = bool(used & {"eval", "exec", "globals", "locals", "vars"})
+    if not wanted and not is_dynamic and not any(_module(node) == "solution" for node in nodes):
+        raise CannotRun(
+            "the tests use no name that the code could define; to test one that Python has, import it from solution"
+        )
+    given = {"solution", *(wanted.keys() - LIBRARY.keys()), *_imported_from_solution(nodes)}
+    for node in nodes:
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).partition(".")[0] in given for base in node.bases):
+            raise CannotRun(
+                f"line {node.lineno}: {node.name} derives from a class of the code, which is in a process of its own"
+            )
+    return TestPlan(body, statements, functions, needs_pytest, wanted, _classes(nodes), own, is_dynamic)
+
+
+def _imported_from_solution(nodes: Sequence[ast.AST]) -> set[str]:
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "solution"]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
+
+
+def _names(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
+    """Names that the tests bind at the top level, and those that they use there or anywhere as global ones."""
+    own, used = set(), set()
+    is_top = table.get_type() == "module"
+    for symbol in table.get_symbols():
+        is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+        if is_bound and (is_top or symbol.is_declared_global()):
+            own.add(symbol.get_name())
+        if symbol.is_referenced() and (is_top or symbol.is_global()):
+            used.add(symbol.get_name())
+    for child in table.get_children():
+        own |= _names(child)[0]
+        used |= _names(child)[1]
+    return own, {name for name in used if not name.startswith("__")}
+
+
+def _attributes(nodes: Sequence[ast.AST], name: str) -> set[str]:
+    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    owners = [node for node in nodes if isinstance(node, ast.Attribute) and node.value in uses]
+    return {node.attr for node in owners} | ({""} if len(uses) > len(owners) else set())
+
+
+def _classes(nodes: Sequence[ast.AST]) -> set[str]:
+    """Names whose results have attributes, are returned by a fixture, or are on both sides of a comparison.
+
+    That says that `Vector(1, 2)` is an object, and not data: `abs(Sum(2, 3) - 5) < 1e-9` compares data.
+    """
+    assigned = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
+    made = {ast.unparse(target): _callee(node.value) for node in assigned for target in getattr(node, "targets", [])}
+    classes = {"Solution"}
+
+    def makers(node: ast.AST) -> set[str]:
+        parts = list(ast.walk(node))
+        names = [ast.unparse(part) for part in parts if isinstance(part, ast.Name | ast.Attribute)]
+        return {_callee(part) for part in parts} | {made.get(name, "") for name in names}
+
+    for node in nodes:
+        match node:
+            case ast.Attribute(value=owner):
+                classes |= {_callee(owner), made.get(ast.unparse(owner), ""), getattr(owner, "id", "")}
+            case ast.Return(value=ast.Call() as call) | ast.Yield(value=ast.Call() as call):
+                classes.add(_callee(call))
+            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kinds]):
+                classes |= {
+                    ast.unparse(part).rpartition(".")[2] for part in ast.walk(kinds) if isinstance(part, ast.expr)
+                }
+            case ast.Compare(left=left, comparators=[right, *_]):
+                classes |= makers(left) & makers(right)
+    return classes - {""}
+
+
+def _callee(node: ast.AST | None) -> str:
+    return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+
+
+def _module(node: ast.AST) -> str | None:
+    if isinstance(node, ast.ImportFrom):
+        return node.module
+    return next((alias.name for alias in node.names), None) if isinstance(node, ast.Import) else None
 
 
 def check_imports(plan: TestPlan) -> None:
     """Raise `CannotRun` for a package that the tests import and that is not installed."""
-    for node in plan.body:
+    for node in _imports(plan.body):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
         for name in names:
@@ -97,6 +194,15 @@ def check_imports(plan: TestPlan) -> None:
                 raise CannotRun(f"line {node.lineno}: the tests import {name}, which is not installed: install it")
     if plan.needs_pytest and importlib.util.find_spec("pytest") is None:
         raise CannotRun("the tests have classes, parameters or fixtures, which pytest runs: `pip install pytest`")
+
+
+def _imports(body: Sequence[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Those that the tests cannot do without."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not isinstance(node, ast.Try | ast.expr):
+            yield from _imports([*ast.iter_child_nodes(node)])
 
 
 def _check_names(nodes: Sequence[ast.AST]) -> None:
@@ -109,9 +215,8 @@ def _check_names(nodes: Sequence[ast.AST]) -> None:
             case ast.Import(names=aliases):
                 names = [alias.name for alias in aliases if alias.name in ("unittest.mock", "mock")]
             case ast.Assign(targets=targets):
-                names = [ast.unparse(target.value) for target in targets if isinstance(target, ast.Attribute)]
-            case ast.Attribute(attr=name) | ast.Name(id=name) if name.startswith("redirect_std"):
-                names = [name]
+                owners = [target for target in targets if isinstance(target, ast.Attribute)]
+                names = [ast.unparse(target.value) for target in owners if target.attr not in ("stdout", "stderr")]
             case _:
                 continue
         for name in names:
@@ -119,6 +224,29 @@ def _check_names(nodes: Sequence[ast.AST]) -> None:
                 line = getattr(node, "lineno", 0)
                 why = f"the code under test runs in a process of its own, and {_IN_ONE_PROCESS[name]}"
                 raise CannotRun(f"line {line}: the tests use {name}: {why}; compare what functions return")
+
+
+def _check_choices(nodes: Sequence[ast.AST]) -> None:
+    """Refuse tests that can count or not, as the code likes."""
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) and _module(node) != "solution"]
+    libraries = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
+    for node in nodes:
+        match node:
+            case ast.Attribute(attr=name) if ast.unparse(node.value) == "pytest" or name in _LATE_SKIPS:
+                pass
+            case ast.Name(id=name) | ast.alias(name=name) if name in _LATE_SKIPS:
+                pass
+            case ast.Call(func=ast.Attribute(attr="skipif" | "skipIf" | "skipUnless" | "xfail" as name)):
+                parts = [part for argument in [*node.args, *node.keywords] for part in ast.walk(argument)]
+                names = {part.id for part in parts if isinstance(part, ast.Name) and not hasattr(builtins, part.id)}
+                if names <= libraries:
+                    continue
+                name = "skip"
+            case _:
+                continue
+        if name in ("skip", "xfail", *_LATE_SKIPS):
+            what = f"line {getattr(node, 'lineno', 0)}: the tests decide while they run whether one counts"
+            raise CannotRun(f"{what}, so the code could choose: mark it with @pytest.mark.skip, or remove it")
 
 
 def _needs_pytest(node: ast.AST) -> bool:
@@ -133,7 +261,7 @@ def _num_methods(node: ast.ClassDef) -> int:
 
 def _called_with_arguments(body: list[ast.stmt]) -> set[str]:
     """Functions that top-level statements call, with arguments."""
-    statements = [node for node in body if not isinstance(node, _Function | ast.ClassDef)]
+    statements = [node for node in body if not isinstance(node, Function | ast.ClassDef)]
     calls = [node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Call)]
     return {call.func.id for call in calls if isinstance(call.func, ast.Name) and call.args}
 
@@ -161,117 +289,3 @@ def _asserts(node: ast.AST, asserting: set[str]) -> bool:
 
 def _calls_something(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id))
-
-
-def check(source: str, solution: Solution, verdicts: TextIO, *, as_leetcode: bool = False) -> None:
-    """Write the number of tests, then the verdict on each as soon as it has run."""
-    try:
-        _run(read_tests(source), solution, verdicts, as_leetcode=as_leetcode)
-    except (CannotRun, NotPlain) as error:
-        send(verdicts, {"fault": str(error)})
-
-
-def _run(plan: TestPlan, solution: Solution, verdicts: TextIO, *, as_leetcode: bool) -> None:
-    send(verdicts, {"tests": plan.num_tests})
-    module = types.ModuleType("__main__")
-    sys.modules["tests"] = module
-    sys.modules["solution"] = types.ModuleType("solution")
-    names = solution.names(as_leetcode=as_leetcode)
-    # Tests compare with built-in functions; they get the code's own one only if they import it by name.
-    plain = {name: value for name, value in names.items() if not hasattr(builtins, name)}
-    vars(sys.modules["solution"]).update(names, __all__=[*plain])
-    space = vars(module)
-    space.update(plain)
-    calls = [] if plan.needs_pytest else [ast.parse(f"{name}()").body[0] for name in plan.functions]
-    num_lost = 0
-    if plan.needs_pytest:
-        importlib.import_module("pytest")
-    with _without_runners():
-        for node in [*plan.body, *calls]:
-            passed = _passes(node, space, solution)
-            if node in plan.statements or node in calls:
-                send(verdicts, {"passed": passed})
-            elif not passed and isinstance(node, _Function | ast.ClassDef):
-                num_lost += plan.functions.get(node.name, 0)
-    if plan.needs_pytest:
-        _run_pytest(module, len(plan.statements) + num_lost, verdicts)
-
-
-def _passes(node: ast.stmt, space: dict[str, Any], solution: Solution) -> bool:
-    num_asked = solution.num_asked
-    try:
-        exec(compile(ast.Module([node], []), "tests.py", "exec"), space)
-    except (NotPlain, Gone):
-        raise
-    except ImportError as error:
-        if error.name != "solution":
-            raise CannotRun(f"line {node.lineno}: the tests cannot be run here: {error}") from error
-        return False
-    except OSError as error:
-        if solution.num_asked == num_asked:  # no code had a part in it
-            raise CannotRun(f"line {node.lineno}: the tests cannot be run here: {error}") from error
-        return False
-    except SystemExit as error:
-        return type(error) is SystemExit and not error.code  # the tests' own, as in `sys.exit(1)`
-    except BaseException:  # noqa: BLE001 - any exception fails the test
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _without_runners() -> Iterator[None]:
-    """Tests often end by running themselves: that does nothing, they are run here."""
-    owners = [module for module in (unittest, sys.modules.get("pytest")) if module is not None]
-    kept = [(owner, owner.main) for owner in owners]
-    for owner in owners:
-        owner.main = lambda *_, **__: None  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for owner, main in kept:
-            owner.main = main  # type: ignore[attr-defined]
-
-
-def _run_pytest(module: types.ModuleType, num_others: int, verdicts: TextIO) -> None:
-    """Let pytest run the functions and classes of a module that has been executed."""
-    import pytest
-
-    class Executed(pytest.Module):
-        def _getobj(self) -> types.ModuleType:
-            return module
-
-    class Verdicts:
-        failed: set[str] = set()
-        skipped: set[str] = set()
-        fault = ""
-
-        def pytest_pycollect_makemodule(self, module_path: Path, parent: Any) -> pytest.Module:
-            return Executed.from_parent(parent, path=module_path)
-
-        def pytest_collection_finish(self, session: pytest.Session) -> None:
-            send(verdicts, {"tests": num_others + len(session.items)})
-
-        def pytest_exception_interact(self, call: Any) -> None:
-            error = call.excinfo.value
-            if isinstance(error, NotPlain):
-                self.fault = str(error)
-            elif type(error).__name__ == "FixtureLookupError":
-                self.fault = f"there is no fixture {error.argname!r}"
-
-        def pytest_runtest_logreport(self, report: Any) -> None:
-            if report.failed:
-                self.failed.add(report.nodeid)
-            elif report.skipped and not hasattr(report, "wasxfail"):
-                self.skipped.add(report.nodeid)
-
-        def pytest_runtest_logfinish(self, nodeid: str) -> None:
-            if self.fault:
-                send(verdicts, {"fault": f"{nodeid.partition('::')[2]}: {self.fault}"})
-            is_skipped = nodeid in self.skipped - self.failed
-            send(verdicts, {"skipped": True} if is_skipped else {"passed": nodeid not in self.failed})
-
-    settings = Path("pytest.ini")
-    settings.write_text("[pytest]\n")
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    options = ["-c", str(settings), "-s", "--tb=no", "--noconftest", "-p", "no:cacheprovider", "-o", "python_classes=*"]
-    pytest.main(["tests.py", *options, "--basetemp=tmp"], plugins=[Verdicts()])

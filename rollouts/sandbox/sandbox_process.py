@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollouts.sandbox.code_tests import check
+from rollouts.sandbox.check import check
 from rollouts.sandbox.sandbox_rules import die_with_parent, lock_down
-from rollouts.sandbox.solution import Solution, run_module, send, serve
+from rollouts.sandbox.solution import Solution, run_module, serve
+from rollouts.sandbox.wire import send
 
 
 def main() -> None:

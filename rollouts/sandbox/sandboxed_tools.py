@@ -28,7 +28,7 @@ from typing import Any
 from infra.user_code import path_of
 from rollouts.chat.tools import ToolUnavailable, tool
 from rollouts.sandbox.sandbox import SandboxedProcess, require_sandbox, run_script, write_text
-from rollouts.sandbox.solution import exception_of
+from rollouts.sandbox.wire import exception_of
 from settings.errors import InvalidInput
 
 SECONDS = 10.0

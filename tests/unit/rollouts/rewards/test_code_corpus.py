@@ -168,6 +168,42 @@ def test_right_code_is_worth_one_and_wrong_code_nothing_under_every_form(tests: 
     assert unit_tests(f"```python\n{wrong}\n```", text) == unit_tests("I cannot.", text) == 0.0
 
 
+USES: list[tuple[str, str]] = [
+    # what tests do with code: it prints, is given functions, iterators and objects, raises, keeps state, and is compared
+    ("def test_a(capsys):\n    hello('x')\n    assert capsys.readouterr().out == 'hello x\\n'", "def hello(n): print('hello', n)"),
+    ("import io, sys\nsys.stdout = io.StringIO()\nhello('x')\nassert sys.stdout.getvalue() == 'hello x\\n'", "def hello(n): print('hello', n)"),
+    ("import io\nfrom contextlib import redirect_stdout\nout = io.StringIO()\nwith redirect_stdout(out): hello('x')\nassert out.getvalue() == 'hello x\\n'", "def hello(n): print('hello', n)"),
+    ("assert apply(lambda x: x + 1, 2) == 3", "def apply(f, x): return f(x)"),
+    ("assert apply(len, 'abc') == 3 and apply(int, '3') == 3", "def apply(f, x): return f(x)"),
+    ("calls = []\n@twice\ndef g(x):\n    calls.append(x)\n    return x\nassert g(3) == 3 and calls == [3, 3]", "def twice(f):\n    def inner(*a):\n        f(*a)\n        return f(*a)\n    return inner"),
+    ("def gen():\n    yield 1\n    yield 2\nassert total(gen()) == 3 and total(iter([1, 2])) == 3", "def total(x): return sum(x)"),
+    ("assert sorted_by([3, 1], key=lambda x: -x) == [3, 1]", "def sorted_by(x, key): return sorted(x, key=key)"),
+    ("assert issubclass(Dog, Animal) and isinstance(Dog(), Animal) and not issubclass(Animal, Dog)", "class Animal: pass\nclass Dog(Animal): pass"),
+    ("assert Color.RED is Color.RED and best() is Color.RED and best() == Color.RED and Color.RED.value == 1", "import enum\nclass Color(enum.Enum):\n    RED = 1\ndef best(): return Color.RED"),
+    ("assert Single() is Single()", "class Single:\n    it = None\n    def __new__(cls):\n        cls.it = cls.it or object.__new__(cls)\n        return cls.it"),
+    ("import pytest, json\ndef test_a():\n    with pytest.raises(json.JSONDecodeError): load('{')\ndef test_b():\n    with pytest.raises(KeyError) as e: key('a')\n    assert e.value.args == ('a',) and str(e.value) == \"'a'\"", "import json\ndef load(x): return json.loads(x)\ndef key(x): return {}[x]"),
+    ("import pytest\nfrom solution import Low, pay\ndef test_a():\n    with pytest.raises(Low) as e: pay(5)\n    assert e.value.missing == 5 and str(e.value) == 'low: 5'", "class Low(Exception):\n    def __init__(self, missing):\n        super().__init__()\n        self.missing = missing\n    def __str__(self): return f'low: {self.missing}'\ndef pay(x): raise Low(x)"),
+    ("import pytest\nfrom solution import Both, f\ndef test_a():\n    with pytest.raises(ValueError): f()\n    with pytest.raises(KeyError): f()\n    with pytest.raises(Both): f()", "class Both(KeyError, ValueError): pass\ndef f(): raise Both('x')"),
+    ("g = [[0, 0], [0, 0]]\nrow = g[1]\nmark(g, at=[1, 1])\nassert row == [0, 1] and g[1] is row", "def mark(g, at): g[at[0]][at[1]] = 1"),
+    ("a, b = [3], [1]\nx = [a, b]\nsort(x)\nassert x == [[1], [3]] and a == [3] and x[1] is a", "def sort(x): x.sort()"),
+    ("import sys\ndef test_exit():\n    import pytest\n    with pytest.raises(SystemExit) as e: main()\n    assert e.value.code == 2", "import sys\ndef main(): sys.exit(2)"),
+    ("assert Vector(1, 2) * 2 == Vector(2, 4) and 2 * Vector(1, 2) == Vector(2, 4) and 1 in Vector(1, 2) and not Vector(0, 0)\nassert {Vector(1, 1): 3}[Vector(1, 1)] == 3 and len({Vector(1, 1), Vector(1, 1)}) == 1", "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Vector:\n    x: int\n    y: int\n    def __mul__(self, n): return Vector(self.x * n, self.y * n)\n    __rmul__ = __mul__\n    def __contains__(self, n): return n in (self.x, self.y)\n    def __bool__(self): return bool(self.x or self.y)"),
+    ("class ListNode:\n    def __init__(self, val=0, next=None): self.val, self.next = val, next\ndef to_list(n):\n    out = []\n    while n: out, n = out + [n.val], n.next\n    return out\nassert to_list(Solution().rev(ListNode(1, ListNode(2)))) == [2, 1]", "class Solution:\n    def rev(self, head):\n        prev = None\n        while head:\n            nxt = head.next\n            head.next = prev\n            prev, head = head, nxt\n        return prev"),
+    ("class ListNode:\n    def __init__(self, val=0, next=None): self.val, self.next = val, next\ndef to_list(n):\n    out = []\n    while n: out, n = out + [n.val], n.next\n    return out\nassert to_list(double(ListNode(1, ListNode(2)))) == [2, 4]", "class ListNode:\n    def __init__(self, val=0, next=None): self.val, self.next = val, next\ndef double(n): return n and ListNode(n.val * 2, double(n.next))"),
+    ("acc = Account(5)\nacc.deposit(5)\nacc.limit = 3\nassert acc.balance == 10 and acc.limit == 3 and hasattr(acc, 'deposit') and not hasattr(acc, 'x') and add.__name__ == 'add'\nassert make(3)(4) == 7", "class Account:\n    def __init__(self, b): self.balance = b\n    def deposit(self, x): self.balance += x\ndef add(): pass\ndef make(a): return lambda b: a + b"),
+    ("from decimal import Decimal\nassert total(['1.1', '2.2']) == Decimal('3.3')\nassert 2 in keys({2: 1}) and list(keys({1: 2})) == [1] and list(zipped([1], [2])) == [(1, 2)]", "from decimal import Decimal\ndef total(x): return sum(map(Decimal, x))\ndef keys(d): return d.keys()\ndef zipped(a, b): return zip(a, b)"),
+    ("for case in ['add(2, 3) == 5']: assert eval(case)", "def add(a, b): return a + b"),
+    ("import math\nassert math.isclose(root(4), 2)\nassert fib.cache_info().hits == 0 and fib(3) == 2", "import functools\ndef root(x): return x ** .5\n@functools.lru_cache\ndef fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)"),
+    ("import io\nassert count(io.StringIO('a\\nb')) == 2 and first(__import__('re').compile('a+'), 'baa') == 'aa'", "def count(f): return len(f.readlines())\ndef first(p, s): return p.search(s).group()"),
+    ("import unittest\nfrom solution import root\nclass T(unittest.TestCase):\n    def test_a(self):\n        with self.assertRaises(ValueError): root(-1)\n        self.assertRaisesRegex(ValueError, 'neg', root, -1)\n        self.assertAlmostEqual(root(2), 1.41421356, places=5)\n        self.assertIsNone(root(None))\n        self.assertCountEqual([root(1), root(4)], [2, 1])", "def root(x):\n    if x is None: return None\n    if x < 0: raise ValueError('neg')\n    return x ** .5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tests", "code"), USES)
+def test_what_tests_do_with_code_has_its_effect_across_the_two_processes(tests: str, code: str):
+    assert unit_tests(f"```python\n{code}\n```", tests) == 1.0
+
+
 @pytest.mark.parametrize(
     ("tests", "words"),
     [
@@ -176,9 +212,19 @@ def test_right_code_is_worth_one_and_wrong_code_nothing_under_every_form(tests: 
         ({"inputs": [[1]], "outputs": [1], "fn_name": "f g"}, "name one function"),
         ({"inputs": [1], "outputs": ["1"]}, "JSON tests must be"),
         ("async def test_a(): assert add(1, 1) == 2", "line 1: test_a is a coroutine"),
-        ("x = 1\ndef test_a(capsys):\n    add(1, 1)", "line 2: the tests use capsys: the code under test runs in"),
-        ("import io, sys\nsys.stdout = io.StringIO()\nassert add(1, 1) == 2", "line 2: the tests use sys: "),
-        ("from contextlib import *\nwith redirect_stdout(None): add(1, 1)", "line 2: the tests use redirect_stdout"),
+        ("x = 1\ndef test_a(caplog):\n    add(1, 1)", "line 2: the tests use caplog: the code under test runs in"),
+        ("import io, sys\nsys.stdin = io.StringIO()\nassert add(1, 1) == 2", "line 2: the tests use sys: "),
+        ("class C(Base): pass\nassert C()", "line 1: C derives from a class of the code"),
+        ("assert pow(2, 3) == 8", "use no name that the code could define"),
+        *(
+            (f"import pytest, unittest, solution\n{skip}", "line [23]: the tests decide while they run")
+            for skip in (
+                "def test_a():\n    if add(1, 1) != 2: pytest.skip('x')",
+                "@pytest.mark.skipif(not hasattr(solution, 'add'), reason='x')\ndef test_a(): assert add(1, 1) == 2",
+                "def test_a():\n    unittest.SkipTest('x')\n    assert add(1, 1) == 2",
+                "def test_a():\n    pytest.xfail('x')\n    assert add(1, 1) == 2",
+            )
+        ),
         ("import builtins\nbuiltins.input = lambda: 1\nassert add(1, 1) == 2", "line 2: the tests use builtins"),
         ("from unittest import mock\nassert add(1, 1) == 2", "line 1: the tests use mock"),
         ("x = 1\nimport no_such_package\nassert add(1, 1) == 2", "line 2: the tests import no_such_package"),
@@ -195,7 +241,6 @@ def test_tests_that_no_code_can_pass_here_are_refused_whatever_the_reply(tests: 
     [
         ("x = open('data.txt').read()\nassert add(1, 1) == 2", "line 1: the tests cannot be run here"),
         ("def test_a(no_such_fixture): assert add(1, 1) == 2", "test_a: there is no fixture 'no_such_fixture'"),
-        ("class C(Base): pass\nassert C()", "derive a class"),
         ("import pytest\n@pytest.mark.skip\ndef test_a(): assert add(1, 1) == 2", "skip themselves"),
     ],
 )
