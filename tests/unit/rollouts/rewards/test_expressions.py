@@ -30,6 +30,17 @@ I get \boxed{41}, then \boxed{42} ‖ 42  ⏎  \fbox{42} ‖ 42  ⏎  \boxed{100
 \boxed{\$1.5\text{ million}} ‖ 1500000  ⏎  \boxed{2 billion dollars} ‖ 2000000000
 \boxed{\text{(B) } 5} ‖ B  ⏎  \boxed{B. 5} ‖ B  ⏎  The answer is (B). ‖ B  ⏎  Answer: B ‖ (B)
 \boxed{\text{no solution}} ‖ no solution
+The correct option is **C**. ‖ C  ⏎  The answer is \textbf{(C)}. ‖ C  ⏎  正确答案是B。 ‖ B  ⏎  \boxed{A, C} ‖ C and A
+\boxed{e^{i\pi}} ‖ -1  ⏎  \boxed{\sqrt{-1}} ‖ i  ⏎  \boxed{\cos 60^\circ} ‖ 1/2  ⏎  \boxed{\mathbb R} ‖ \mathbb{R}
+\boxed{0.\dot{1}4285\dot{7}} ‖ 1/7  ⏎  \boxed{0.(3)} ‖ 1/3  ⏎  \boxed{0.333...} ‖ 1/3  ⏎  \boxed{five} ‖ 5
+\boxed{True} ‖ true  ⏎  \boxed{USD 18} ‖ 18  ⏎  \boxed{18dollars} ‖ 18  ⏎  \boxed{100元} ‖ 100  ⏎  \boxed{3万} ‖ 30000
+\boxed{\{x \mid x > 3\}} ‖ (3,\infty)  ⏎  \boxed{\lbrace 1,2 \rbrace} ‖ \{1,2\}  ⏎  \boxed{]1,2[} ‖ (1,2)
+\boxed{\langle 1, 2\rangle} ‖ (1,2)  ⏎  \boxed{(-oo, 3)} ‖ (-\infty,3)  ⏎  \boxed{1.5*10^-3} ‖ 0.0015
+\boxed{1.5 x 10^3} ‖ 1500  ⏎  \boxed{1.234.567} ‖ 1234567  ⏎  \boxed{exp(2)} ‖ e^2  ⏎  \boxed{frac{1}{2}} ‖ 1/2
+\boxed{42\\} ‖ 42  ⏎  \boxed{42,} ‖ 42  ⏎  \boxed{`42`} ‖ 42  ⏎  \boxed{Answer: 42} ‖ 42  ⏎  \framebox{42} ‖ 42
+\boxed{\underline{42}} ‖ 42  ⏎  \boxed{\textcolor{red}{42}} ‖ 42  ⏎  \boxed{３．５} ‖ 3.5  ⏎  \boxed{2½} ‖ 5/2
+\boxed{2⁵} ‖ 32  ⏎  \boxed{∛27} ‖ 3  ⏎  \boxed{3^\text{rd}} ‖ 3  ⏎  \boxed{\text{1011}_2} ‖ 1011_2
+\boxed{25 °C} ‖ 25  ⏎  \boxed{100 \degree} ‖ 100  ⏎  \boxed{5\ \Omega} ‖ 5 ohms  ⏎  \boxed{5cm} ‖ 5 \text{ centimeters}
 """
 _WRONG = r"""
 \boxed{\infty} ‖ -\infty  ⏎  \boxed{1,2,3} ‖ 1,2  ⏎  \boxed{\left(3,\frac{\pi}{2}\right)} ‖ (3,\frac{\pi}{3})
@@ -51,6 +62,9 @@ _WRONG = r"""
 \boxed{\frac{1}{10^{30}}} ‖ 0  ⏎  \boxed{\sqrt{2}\cdot 10^{-9}} ‖ \sqrt{3}\cdot 10^{-9}
 \boxed{1.5 million} ‖ 1.5  ⏎  \boxed{2 1/2} ‖ 21/2  ⏎  \boxed{(B)} ‖ C  ⏎  The answer is A. ‖ B
 \boxed{(1/2^{98}, 1)} ‖ (1/2^{99}, 1)  ⏎  \boxed{\{1e-7\}} ‖ \{2e-7\}
+\boxed{5kg} ‖ 5g  ⏎  \boxed{5 \mathrm{~km}} ‖ 5 \mathrm{~m}  ⏎  \boxed{\$10} ‖ 10 cents  ⏎  \boxed{25 °C} ‖ 25 °F
+\boxed{A, B} ‖ A  ⏎  \boxed{\text{A and B}} ‖ A  ⏎  Answer: A or B ‖ A  ⏎  The answer is A and C ‖ A
+A plausible answer is harder to find. ‖ A  ⏎  \boxed{5 \Omega} ‖ 5 V  ⏎  \boxed{3万} ‖ 3  ⏎  \boxed{2½} ‖ 21/2
 """
 
 
