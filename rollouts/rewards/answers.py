@@ -14,8 +14,9 @@ The final answer is the first of these that contains a readable answer; of sever
 
 1. `#### 18`, GSM8K's own mark. The line must open with the answer: `#### Step 2` is a heading.
 2. `\boxed{18}`
-3. a phrase: `the answer is 18`, or one of the labels `Answer: 18`, `Final answer = 18` and, at the start of
-   a line, `A: 18`; after a label only the bare answer and a unit count, because working often follows a label
+3. a phrase: `the answer is 18`, also in some other languages, `<answer>18</answer>`, or one of the labels
+   `Answer: 18`, `Final answer = 18` and, at the start of a line, `A: 18`; after a label only the bare answer and a
+   unit count, because working often follows a label
 4. the text's last number
 """
 
@@ -141,9 +142,10 @@ def math_answer(reply: str, answer: str) -> float:
     r"""1.0 if math-verify finds the last answer of `reply` equal to `answer`, else 0.0.
 
     It compares LaTeX and plain expressions, intervals, sets, tuples, matrices and texts. The last box decides; boxes
-    joined only by a comma, "and" or "or" are one answer of several values. Exact values are compared exactly, and a
-    decimal equals another value to 6 decimals and 3 digits. A unit or base is compared if both name one. `answer` is
-    the bare answer (`\frac{1}{2}`), or a solution with an answer in `\boxed{…}` or between `$`.
+    joined only by a comma, "and" or "or" are one answer of several values. Letters from A to J are a set of choices.
+    Exact values are compared exactly, and a decimal equals another value to 6 decimals and 3 digits. A unit or base is
+    compared if both name one. `answer` is the bare answer (`\frac{1}{2}`), or a solution with an answer in
+    `\boxed{…}` or between `$`.
 
     Raises `InvalidInput` for an `answer` that is a sentence or has no expression, which is a fault of the data. It
     never returns for some replies (`9^{9^{9^{9}}}`).

@@ -155,7 +155,11 @@ _BASE = re.compile(r"^\s*(?:\\(?:text|mathrm)\s*\{)?\s*[0-9A-Za-z]+\s*\}?\s*_\s*
 _WORD = re.compile(r"\s*(?:\\(?:text|math)(?:bf|rm|it)?\s*\{)?\s*([A-Za-z]{2,})\s*\}?\s*\.?\s*")
 _AFTER = " .,;:`\\\n"
 """Signs behind an answer that are no part of it."""
-_PROSE = re.compile(r"\b(?:is|are|was|equals|the|answer|result|so|thus|we|it|that|this)\b", re.IGNORECASE)
+_PROSE = re.compile(
+    r"\b(?:is|are|was|equals|the|answer|result|so|thus|we|it|that|this|therefore|hence|because|since|has|have|had|she|he"
+    r"|they|makes?|gets?|total|about|approximately|around|let|see|es|est|ist)\b|答案",
+    re.IGNORECASE,
+)
 _IN_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox|operatorname)\s*\{[^{}]*\}")
 _NEAR = 1e-5
 """Relative; of numbers of which one is written as a decimal."""

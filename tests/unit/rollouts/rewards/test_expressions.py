@@ -77,11 +77,26 @@ def test_answers_are_equal_as_people_take_them(rows: str, expected: float) -> No
 
 
 @pytest.mark.parametrize(
-    "answer", ["answer is 10000", "The answer: 42", "it is 5", "x is 3", r"\boxed{the result is 4}"]
+    "answer",
+    [
+        "answer is 10000",
+        "The answer: 42",
+        "it is 5",
+        "x is 3",
+        "Therefore 42",
+        "John has 5 apples",
+        "答案是5",
+        r"\boxed{the result is 4}",
+    ],
 )
 def test_a_reference_in_prose_is_a_fault_of_the_data(answer: str) -> None:
     with pytest.raises(InvalidInput, match="is a sentence; write the bare answer"):
         math_answer(r"\boxed{10000}", answer)
+
+
+def test_a_reference_in_words_is_an_answer() -> None:
+    for answer in ("no real solutions", r"\text{It is impossible}", "18 dollars", "x=2 or x=3", "50 miles per hour"):
+        assert math_answer(rf"\boxed{{{answer}}}", answer) == 1.0 and math_answer(r"\boxed{7}", answer) == 0.0
 
 
 def test_a_million_characters_of_boxes_take_linear_time_and_an_open_box_is_none() -> None:
