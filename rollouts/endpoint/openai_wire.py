@@ -23,13 +23,6 @@ from storage.records import Sampling, Turn
 _Model = TypeVar("_Model", bound=BaseModel)
 _Request = TypeVar("_Request", bound="Request")
 
-_ABOUT_THE_REQUEST = {
-    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-}
-"""Accepted and unused: they have no effect on the reply."""
-
-
 _REASONS = {
     "seed": "the run's own seed decides, and each attempt of a group must differ",
     "verbosity": "how long the policy writes is what it learns",
@@ -81,8 +74,14 @@ class Strict(BaseModel):
 
 
 class Request(Strict):
-    """The part of a request that has an effect."""
+    """A request."""
 
+    unused = frozenset(
+        {
+            *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
+            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        }
+    )
     only_at: ClassVar[dict[str, tuple[Any, str]]]
     """Options that are accepted only at the value that has no effect, and why."""
 
@@ -156,9 +155,8 @@ class WireMessage(Strict):
 class StreamOptions(Strict):
     """`stream_options`."""
 
+    unused = frozenset({"include_obfuscation"})
     include_usage: bool = False
-    include_obfuscation: bool = False
-    """Accepted and unused: nothing here leaves the machine."""
 
 
 class _ChosenFunction(Strict):
@@ -172,25 +170,25 @@ class ChosenTool(Strict):
     function: _ChosenFunction
 
 
-class _Schema(Strict):
-    name: str = ""
-    description: str = ""
-    schema_: Any = Field(default=True, alias="schema")
-    strict: bool = False
-
-
 class ResponseFormat(Strict):
-    """`response_format`."""
+    """`response_format`, with what is in its `json_schema` beside its type, as the Responses API writes it."""
 
+    unused = frozenset({"name", "description", "strict"})
     type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: _Schema = _Schema()
+    schema_: Any = Field(default=True, alias="schema")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, value: Any) -> Any:
+        inner = value.get("json_schema") if isinstance(value, dict) else None
+        return {**value, **inner, "json_schema": None} if isinstance(inner, dict) else value
 
     @property
     def constraint(self) -> str:
         """vLLM's structured-output parameters, as JSON; empty for text."""
         if self.type == "text":
             return ""
-        return json.dumps({"json_object": True} if self.type == "json_object" else {"json": self.json_schema.schema_})
+        return json.dumps({"json_object": True} if self.type == "json_object" else {"json": self.schema_})
 
 
 def _listed(stop: Any) -> Any:
@@ -245,7 +243,7 @@ def read_request(model: type[_Request], body: Any, sampling: Sampling) -> _Reque
     """Check a request against the run's sampling. Raises `Refused` (400) naming the parameter and the fix."""
     if not isinstance(body, dict):
         raise Refused(400, "the body of the request is not a JSON object")
-    options = {name: value for name, value in body.items() if value is not None and name not in _ABOUT_THE_REQUEST}
+    options = {name: value for name, value in body.items() if value is not None}
     drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     by_run = "the run file's [sampling] decides how tokens are drawn (and evaluation has settings of its own)"
     for name, (allowed, why) in {**model.only_at, **{name: (value, by_run) for name, value in drawn.items()}}.items():

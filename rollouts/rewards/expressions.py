@@ -34,11 +34,11 @@ THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}
 """What LaTeX puts between groups of digits: 1\\,234."""
 _BOLD = re.compile(r"\*\*([^*\n]++)\*\*")
 _REPEATING = re.compile(
-    r"""(?<![\w.])(?P<whole>\d*+)\.(?P<fixed>\d*?)
+    r"""(?<![\w.])(?P<whole>\d*+)\.(?P<fixed>\d{0,40}?)
     (?:\\(?:overline|bar|dot)\s*+(?:\{(?P<braced>\d++)\}|(?P<bare>\d))    # 0.1\overline{6}
       |\\dot\s*\{?(?P<first>\d)\}?(?P<middle>\d*)\\dot\s*\{?(?P<last>\d)\}?  # 0.\dot{1}4285\dot{7}
       |\((?P<bracketed>\d++)\)                                            # 0.(3)
-      |(?P<shown>(?P<digits>\d{1,6}?)(?P=digits){2,})(?:\.{2,}|…|\\[lc]?dots)   # 0.333...
+      |(?P<shown>(?P<digits>\d{1,6}?)(?P=digits){2,40})(?:\.{2,}|…|\\[lc]?dots)   # 0.333...
     )(?!\d|\\dot)""",
     re.VERBOSE,
 )
