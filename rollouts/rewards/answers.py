@@ -68,11 +68,15 @@ _PHRASE = re.compile(
     |(?P<label>(?:(?<!</)\b(?i:answer)\b|答案|答え?|정답)[^\w.\n]{0,6}[:：=\n]|^[ *]{0,8}A:)""",
     re.VERBOSE | re.MULTILINE,
 )
-_LETTER = r"(?:\\(?:text|math)(?:bf|rm)?\s*\{)?\s*\(?([A-J])\)?(?:\s|\\ )*\}?"
+_LETTER = (
+    r"(?:\\text\s*\{\s*)?(?:(?i:option|choice)\s+)?(?:\\(?:text|math)(?:bf|rm)?\s*\{)?\s*"
+    r"\(?([A-J])\)?(?:\s|\\ )*\}?"
+)
 _CHOICE = re.compile(rf"\s*{_LETTER}(?=[).:,。，]|\s|$)(?!\s*[=<>+*/^-])\.?\s*")
 _MORE_CHOICES = re.compile(
     rf"(?:\s|\*)*(?:(?:[,;&/]|\\text\s*\{{|\band\b|\bor\b|[和与、])(?:\s|\}})*)+{_LETTER}(?![\w.])"
 )
+_CHOICE_IN_FRONT = re.compile(r"\W*[A-J][).:]\s")
 _CHOICE_IN_PROSE = re.compile(
     r"(?:\b(?i:answer|option|choice)|答案|[选選])[\W_]*(?:(?i:is|be)\b[\W_]*|[是为為][\W_]*)?"
     r"(?:\\?(?:text|math)(?:bf|rm)?\{)?\(?([A-J])\)?(?=[\s.,:)*}$。，]|$)(?![ ][a-z]{2,} (?!or|and))"
@@ -167,6 +171,9 @@ def math_answer(reply: str, answer: str) -> float:
     if choices := _choices(bare or "", whole=True):
         said = _last(_CHOICE_IN_PROSE.finditer(reply)) if given is None else None
         chosen = _choices(reply[said.start(1) :] if said else given or "")
+        if given is None and said is None:  # nothing but the letter, in front or on the last line
+            *_, last_line = ["", *reply.strip().splitlines()]
+            chosen = _choices(last_line, whole=True) or (_choices(reply) if _CHOICE_IN_FRONT.match(reply) else set())
         if chosen:
             return float(chosen == choices)
     if bare is not None and given is not None and word_of(bare) and word_of(bare) == word_of(given):

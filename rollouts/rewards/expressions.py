@@ -30,7 +30,7 @@ _CHARACTERS = str.maketrans(
 _RAISED = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _ONE_SIGN = re.compile("[０-９．，（）＝＋－／％＜＞：]")  # full width
 FRACTION_SIGN = re.compile("[¼-¾⅐-⅞]")
-THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|_|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 """What LaTeX puts between groups of digits: 1\\,234."""
 _BOLD = re.compile(r"\*\*([^*\n]++)\*\*")
 _REPEATING = re.compile(
@@ -50,11 +50,20 @@ _SCALE = re.compile(
 )
 _NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve"
 _WORDS = {word: str(number) for number, word in enumerate(_NUMBERS.split())}
+_TEXT_OF_NUMBER = re.compile(r"^\s*\\(?:text|textbf|mathrm|mbox)\s*\{\s*(-?\d[^{}]*?)\s*\}(?!\s*\S)")
+_RELATION = r"(<|>|\\leq?(?![a-z])|\\geq?(?![a-z]))\s*([^<>,=]+?)"
+_UNION = re.compile(
+    rf"^\s*([a-z])\s*{_RELATION}\s*(?:\\text\s*\{{\s*or\s*\}}|\bor\b|\\lor|\\vee|\\cup)\s*\1\s*{_RELATION}\s*$"
+)
+"""x < 1 or x > 2"""
 _FUNCTIONS = "frac|exp|ln|log|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan"
 _FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (THOUSANDS, ""),
     (re.compile(r"\\(?:text|mathrm)\s*\{\s*(-?\d[\d.,]*)\s*\}"), r"\1"),
-    (re.compile(r"\\(?:text)?color\s*\{\w+\}|\\(?:underline|displaystyle|lim(?:its)?)(?![A-Za-z])"), ""),
+    (re.compile(r"\\(?:text)?color\s*\{\w+\}|\\(?:underline|displaystyle|limits|small|large)(?![A-Za-z])"), ""),
+    (re.compile(r"(?:\\[,;:! ]|[~\s])+(?=\\?%)|\\pmod\s*\{?\w+\}?"), ""),
+    (re.compile(r"(?<=\d)\^\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*o\s*\}*\s*$"), r"^\\circ "),
+    (re.compile(r"\\lg(?![A-Za-z])"), r"\\log_{10}"),
+    (_UNION, lambda match: r" \cup ".join(_interval(match[n], match[n + 1]) for n in (2, 4))),
     (re.compile(r"^[\s#`*]*(?:\\text\s*\{)?\s*(?:final )?answer\s*[:=]\s*\}?", re.IGNORECASE), ""),
     (re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)"), lambda match: match[0].replace(" ", "")),  # 1 234
     (re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])"), lambda match: match[0].replace(".", "")),  # 1.234.567
@@ -134,6 +143,12 @@ _UNITS = {
         dollar
         cent
         degree
+        mol mole
+        euro
+        yen
+        rupee
+        am
+        pm
         celsius c
         fahrenheit f
         ohm \\omega
@@ -222,7 +237,7 @@ def latex(answer: str) -> str:
     >>> latex(r"0.1\overline{6}"), latex("1.2e5"), latex("100 dollars")
     ('\\frac{1}{6}', '1.2 \\cdot 10^{5}', '100')
     """
-    answer = _REPEATING.sub(_repeating, unicode_to_latex(answer)).rstrip(_AFTER).lstrip("`# ")
+    answer = _bare(answer)
     if number := _WORDS.get(word_of(answer)):
         return number
     answer = _SCALE.sub(lambda match: rf" \cdot 10^{{{POWERS[match[1] or match[2]]}}}", answer)
@@ -241,12 +256,12 @@ def unit_of(answer: str) -> str:
     >>> unit_of(r"5\text{ centimeters}"), unit_of("25 square meters"), unit_of("12_{5}"), unit_of("3 eggs")
     ('cm', 'm^2', 'base 5', '')
     """
-    answer = unicode_to_latex(answer).rstrip(_AFTER)
+    answer = _bare(answer)
     if base := _BASE.match(answer):
         return f"base {base[1]}"
     if not (found := _UNIT.search(answer) or _LETTER_UNIT.match(answer)):
         return "dollar" if re.match(r"\s*\\?\$\s*[\d.]", answer) else ""
-    words = re.sub(r"\s*\bper\b\s*", "/", _words(found)).lower()
+    words = re.sub(r"\s*\bper\b\s*", "/", _words(found)).lower().replace(".m.", "m")
     power = re.sub(r"[^23]", "", found["power"] or "")
     if match := re.match(r"(square|sq|cubic|cu)\.? +", words):
         words, power = words[match.end() :], "2" if match[1].startswith("sq") else "3"
@@ -261,8 +276,14 @@ def word_of(answer: str) -> str:
 
 
 def _words(unit: re.Match[str]) -> str:
-    degrees = unit.groupdict().get("degrees")
-    return degrees or next(filter(None, (unit["text"], unit["bare"], unit.groupdict().get("glued"))), "").strip("~ ")
+    """What a match of `_UNIT` names."""
+    return next(filter(None, map(unit.groupdict().get, ("text", "bare", "degrees", "glued"))), "").strip("~ ")
+
+
+def _bare(answer: str) -> str:
+    r"""An answer in LaTeX's signs, without what may stand around it: `\text{…}`, white space, a full stop."""
+    answer = _REPEATING.sub(_repeating, unicode_to_latex(answer)).rstrip(_AFTER).lstrip("`# ~")
+    return THOUSANDS.sub("", _TEXT_OF_NUMBER.sub(r"\1", answer))
 
 
 def is_prose(answer: str) -> bool:
@@ -295,6 +316,12 @@ def differ(first: Any, second: Any) -> bool:
             return any(all(differ(a, b) for b in second.args) for a in first.args)
         return any(differ(a, b) for a, b in zip(first.args, second.args, strict=True))
     return False
+
+
+def _interval(relation: str, bound: str) -> str:
+    """`<` and 1 as `(-\\infty, 1)`."""
+    ends = "[]" if "e" in relation else "()"
+    return rf"(-\infty, {bound}{ends[1]}" if relation[:2] in ("<", "\\l") else rf"{ends[0]}{bound}, \infty)"
 
 
 def _repeating(match: re.Match[str]) -> str:

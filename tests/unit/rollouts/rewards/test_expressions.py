@@ -41,6 +41,10 @@ The correct option is **C**. ‖ C  ⏎  The answer is \textbf{(C)}. ‖ C  ⏎ 
 \boxed{\underline{42}} ‖ 42  ⏎  \boxed{\textcolor{red}{42}} ‖ 42  ⏎  \boxed{３．５} ‖ 3.5  ⏎  \boxed{2½} ‖ 5/2
 \boxed{2⁵} ‖ 32  ⏎  \boxed{∛27} ‖ 3  ⏎  \boxed{3^\text{rd}} ‖ 3  ⏎  \boxed{\text{1011}_2} ‖ 1011_2
 \boxed{25 °C} ‖ 25  ⏎  \boxed{100 \degree} ‖ 100  ⏎  \boxed{5\ \Omega} ‖ 5 ohms  ⏎  \boxed{5cm} ‖ 5 \text{ centimeters}
+\boxed{x<1 \text{ or } x \ge 2} ‖ (-\infty,1)\cup[2,\infty)  ⏎  \boxed{70\,\%} ‖ 70  ⏎  \boxed{\lg 100} ‖ 2
+\boxed{\text{2 and 3}} ‖ 2,3  ⏎  \boxed{\small{42}} ‖ 42  ⏎  \boxed{~42} ‖ 42  ⏎  \boxed{42^{\text{o}}} ‖ 42
+\boxed{2 \pmod{5}} ‖ 2  ⏎  \boxed{\text{5:30 PM}} ‖ 5:30 p.m.  ⏎  \boxed{1_000} ‖ 1000  ⏎  \boxed{\text{5 cm}} ‖ 5
+\boxed{\text{Option D}} ‖ D  ⏎  \boxed{Option D} ‖ D  ⏎  **D** ‖ D  ⏎  D. 12 ‖ D  ⏎  D ‖ (D)
 """
 _WRONG = r"""
 \boxed{\infty} ‖ -\infty  ⏎  \boxed{1,2,3} ‖ 1,2  ⏎  \boxed{\left(3,\frac{\pi}{2}\right)} ‖ (3,\frac{\pi}{3})
@@ -65,6 +69,8 @@ _WRONG = r"""
 \boxed{5kg} ‖ 5g  ⏎  \boxed{5 \mathrm{~km}} ‖ 5 \mathrm{~m}  ⏎  \boxed{\$10} ‖ 10 cents  ⏎  \boxed{25 °C} ‖ 25 °F
 \boxed{A, B} ‖ A  ⏎  \boxed{\text{A and B}} ‖ A  ⏎  Answer: A or B ‖ A  ⏎  The answer is A and C ‖ A
 A plausible answer is harder to find. ‖ A  ⏎  \boxed{5 \Omega} ‖ 5 V  ⏎  \boxed{3万} ‖ 3  ⏎  \boxed{2½} ‖ 21/2
+\boxed{5:30 PM} ‖ 5:30 AM  ⏎  \boxed{5 mol} ‖ 5 g  ⏎  \boxed{5 dollars} ‖ 5 euros  ⏎  \boxed{100元} ‖ 100万元
+I considered A and B but the answer is C. ‖ A  ⏎  \boxed{x<1 \text{ or } x>2} ‖ (1,2)  ⏎  D. 12 ‖ C
 """
 
 
