@@ -18,11 +18,11 @@ def as_number(value: Any) -> float | None:
     >>> as_number(Decimal("0.5")), as_number(True), as_number(math.inf)
     (0.5, 1.0, None)
     """
-    if value is None:
+    if value is None or (getattr(value, "ndim", None) == 0 and getattr(value, "mask", False)):  # NumPy's `masked`
         return None
     if getattr(value, "ndim", None) == 0:  # NumPy's and torch's scalars
         value = value.item()
-    if not isinstance(value, Real | Decimal):
+    if not isinstance(value, Real | Decimal) and not getattr(value, "is_number", False):  # SymPy's
         raise TypeError(f"{value!r} is not a number")
     try:
         number = float(value)

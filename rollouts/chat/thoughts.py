@@ -25,11 +25,22 @@ MARKS = [
     ("◁think▷", "◁/think▷"),  # Kimi
     ("<seed:think>", "</seed:think>"),
     ("<|channel>", "<channel|>"),  # Gemma
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
+    ("<mm:think>", "</mm:think>"),  # MiniMax
+    ("<ifm|think>", "</ifm|think>"),  # K2
+    ("<unused94>", "<unused95>"),  # MedGemma
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),  # Sky-T1
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
     ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss
 ]
 """What opens thoughts and what closes them, by model family."""
 _HARMONY_END = "<|end|>"
-_HARMONY_HEADER = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)<\|message\|>")
+_FRAME = re.compile(
+    r"(?:<\|end\|>)?(?:<\|start\|>assistant)*<\|channel\|>(?:final|commentary)<\|message\|>|<\|start\|>assistant$"
+    r"|<\|(?:START|END)_RESPONSE\|>|<\|(?:begin|end)_of_solution\|>"
+)
+"""What some families write around an answer."""
 
 
 class ThoughtParser:
@@ -72,10 +83,10 @@ class ThoughtParser:
         marks = [(mark, pair) for pair in self.marks for mark in pair if mark != _HARMONY_END]
         places = [(text.find(mark), pair) for mark, pair in marks if mark in text]
         if not places and not opened:
-            return None, _HARMONY_HEADER.sub("", text) if self.marks else text
+            return None, _FRAME.sub("", text) if self.marks else text
         start, end = min(places)[1] if places else self.marks[0]
         thoughts, answer = _between(text, start, end, opened=opened)
-        return thoughts, _HARMONY_HEADER.sub("", answer).lstrip()
+        return thoughts, _FRAME.sub("", answer).lstrip()
 
 
 def _between(text: str, start: str, end: str, *, opened: bool) -> tuple[str, str]:

@@ -152,13 +152,18 @@ def _read(text: str, parser: Any, request: Any) -> ParsedReply:
     content, calls = calls_in(hidden)
     head, pieces = _pieces(hidden, mark)
     malformed: list[tuple[int, str]] = []
-    if len(calls) < len(pieces):
-        calls, content = [], shown(head.partition(mark)[0] if mark else "")
-        for piece, alone in pieces:
-            _, read = calls_in(alone)
-            calls += read
+    is_cut_off = [bool(_OPEN.search(piece)) and not _CLOSED.search(piece) for piece, _ in pieces]
+    if len(calls) < len(pieces) or any(is_cut_off):
+        alone: list[CallRequest] = []
+        for (piece, as_reply), cut_off in zip(pieces, is_cut_off, strict=True):
+            read = [] if cut_off else calls_in(as_reply)[1]
+            alone += read
             if not read:
-                malformed.append((len(calls), shown(piece.removeprefix(mark))))
+                malformed.append((len(alone), shown(piece.removeprefix(mark))))
+        if len(alone) >= len(calls) - sum(is_cut_off):
+            calls, content = alone, shown(head.partition(mark)[0] if mark else "")
+        else:  # what looked like calls stands inside an argument
+            malformed = []
     if calls:
         return ParsedReply(content=content, tool_calls=calls, malformed_calls=malformed)
     malformed = [(0, shown(hidden.partition(mark)[2]))] if mark and mark in hidden else []
@@ -166,8 +171,9 @@ def _read(text: str, parser: Any, request: Any) -> ParsedReply:
 
 
 _HARMONY_CALL = re.compile(
-    r"(?:<\|start\|>assistant)?(?:<\|channel\|>commentary)? to=functions\.(?P<name>[\w.-]+)"
-    r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?\w*<\|message\|>(?P<arguments>.*?)(?=<\|call\|>|<\|start\|>|$)",
+    r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? to=functions\.(?P<name>[\w.-]+)"
+    r"(?:<\|channel\|>(?:commentary|analysis))?\s*(?:<\|constrain\|>)?\w*<\|message\|>(?P<arguments>"
+    r'(?:"(?:[^"\\]|\\.)*"|[^"])*?|.*?)(?=<\|call\|>|<\|start\|>|$)',  # a mark in a string ends nothing
     re.DOTALL,
 )
 
@@ -186,7 +192,14 @@ _HIDDEN = "\uf8fe"
 """Stands for the first character of a mark inside a value: a character for private use."""
 _ESCAPED = json.dumps(_HIDDEN)[1:-1]
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_VALUE = re.compile(r"(?<=<arg_value>)(?:(?!<arg_key>|<arg_value>).)*?(?=</arg_value>)", re.DOTALL)
+_VALUE = re.compile(
+    r"(<arg_value>|<parameter=[^>\n]*>)((?:(?!<arg_key>|<arg_value>|<parameter=|</?function).)*?)"
+    r"(?=</arg_value>|</parameter>)",
+    re.DOTALL,
+)
+_OPEN = re.compile(r"<function=|<arg_key>")
+_CLOSED = re.compile(r"</function>|</tool_call>")
+"""What opens and closes a call in formats of which vLLM reads one that was cut off as one without arguments."""
 _JSON_CALL = re.compile(r'\{\s*"(?:name|arguments|parameters)"\s*:')
 _OPTIONAL_MARKS = {"<|python_tag|>"}
 _PYTHON_CALL = re.compile(r"""(?<![\w'"])[A-Za-z_][\w.]*\(""")
@@ -217,7 +230,7 @@ def _without_marks_in_values(text: str, mark: str) -> str:
     for begin, end, is_whole in reversed(_json_calls(text)):
         if is_whole:
             text = text[:begin] + _STRING.sub(hide, text[begin:end]) + text[end:]
-    return _VALUE.sub(hide, text) if mark[0] == "<" else text
+    return _VALUE.sub(lambda value: value[1] + value[2].replace("<", _HIDDEN), text) if mark[0] == "<" else text
 
 
 def _json_calls(text: str) -> list[tuple[int, int, bool]]:

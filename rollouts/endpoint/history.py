@@ -40,6 +40,8 @@ class History:
         while rest:
             wire = rest.pop(0)
             if not wire.tool_calls:
+                if wire.role == "tool" and wire.tool_call_id:
+                    raise _wrong_history(f"the result of the tool call {wire.tool_call_id!r} is not behind its call")
                 messages.append(Message(role="system" if wire.role == "developer" else wire.role, content=wire.content))
                 continue
             reply, calls = self._made_by(wire)
@@ -60,6 +62,8 @@ class History:
                     f"the policy's reply with {', '.join(place_of)} is not in the history as it was made: its "
                     f"{len(calls)} calls {[_form(call)[1:] for call in calls]} became {[_form(c)[1:] for c in sent]}"
                 )
+            if missing := [call.id for call in calls if results and place_of[call.id] not in results]:
+                raise _wrong_history(f"the tool call {missing[0]!r} has no result, but others beside it have")
             # Some clients leave out the text beside the calls. Any other text is an edit, and the Chat forks.
             same = text in ("", reply.content, reply.answer)
             text = reply.text if same else text + reply.answer.removeprefix(reply.content)

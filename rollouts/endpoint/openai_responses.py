@@ -32,8 +32,7 @@ from rollouts.endpoint.openai_wire import (
 
 
 class _Item(Strict):
-    id: str = ""
-    status: str = ""
+    unused = frozenset({"id", "status", "phase"})
 
 
 class MessageItem(_Item):
@@ -42,7 +41,6 @@ class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Text
-    phase: str = ""
 
 
 class CallItem(_Item):
@@ -65,10 +63,8 @@ class ResultItem(_Item):
 class ReasoningItem(_Item):
     """Thoughts that the policy had: accepted and unused, because they are recorded."""
 
+    unused = _Item.unused | {"summary", "content", "encrypted_content"}
     type: Literal["reasoning"]
-    summary: list[Any] = []
-    content: list[Any] = []
-    encrypted_content: str = ""
 
 
 Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, Field(discriminator="type")]
@@ -87,26 +83,12 @@ class ChosenFunction(Strict):
     name: str
 
 
-class _Format(Strict):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str = ""
-    description: str = ""
-    schema_: Any = Field(default=True, alias="schema")
-    strict: bool = False
-
-
 class TextOptions(Strict):
     """`text`."""
 
-    format: _Format = _Format()
+    format: ResponseFormat = ResponseFormat()
     verbosity: Literal["medium"] = "medium"
     """Accepted at the value that has no effect."""
-
-    @property
-    def response_format(self) -> ResponseFormat:
-        """The same in a chat-completions request."""
-        asked = self.format
-        return ResponseFormat.model_validate({"type": asked.type, "json_schema": {"schema": asked.schema_}})
 
 
 class ResponseRequest(Request):
@@ -127,7 +109,7 @@ class ResponseRequest(Request):
     text: TextOptions = TextOptions()
     max_output_tokens: int | None = Field(default=None, ge=1)
     stream: bool = False
-    stream_options: dict[str, Any] = {}
+    unused = Request.unused | {"stream_options"}
 
     @field_validator("input", mode="before")
     @classmethod
@@ -169,7 +151,7 @@ class ResponseRequest(Request):
             tools=[ToolSpecification(type="function", function=tool) for tool in self.tools],
             tool_choice=self.chosen,
             parallel_tool_calls=self.parallel_tool_calls,
-            response_format=self.text.response_format,
+            response_format=self.text.format,
             max_tokens=self.max_output_tokens,
         )
 

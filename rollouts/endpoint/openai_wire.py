@@ -23,23 +23,22 @@ from storage.records import Sampling, Turn
 _Model = TypeVar("_Model", bound=BaseModel)
 _Request = TypeVar("_Request", bound="Request")
 
-_ABOUT_THE_REQUEST = {
-    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-}
-"""Accepted and unused: they have no effect on the reply."""
-
-
 _REASONS = {
     "seed": "the run's own seed decides, and each attempt of a group must differ",
+    "verbosity": "how long the policy writes is what it learns",
     "reasoning_effort": "how long the policy thinks is what it learns",
     "reasoning": "how long the policy thinks is what it learns",
     "functions": "it was replaced by `tools`",
     "function_call": "it was replaced by `tool_choice`",
-    "modalities": "the policy writes text only",
     "audio": "the policy writes text only",
     "prediction": "the policy's own tokens are what is trained",
     "web_search_options": "the endpoint searches nothing; offer a tool",
+    "chat_template_kwargs": "engine.chat_template_kwargs in the run file holds for all prompts",
+    "stop_token_ids": "use `stop`",
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+        "use `response_format` or `tool_choice`",
+    ),
     "conversation": "the endpoint keeps no conversations; use `previous_response_id`",
 }
 """Why an option is refused."""
@@ -63,16 +62,26 @@ class Strict(BaseModel):
     """Unknown keys are errors, except with the value `null`: clients send back the null fields of our replies."""
 
     model_config = ConfigDict(extra="forbid")
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Accepted, and without an effect."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        return {k: v for k, v in value.items() if v is not None and k not in cls.unused}
 
 
 class Request(Strict):
-    """The part of a request that has an effect."""
+    """A request."""
 
+    unused = frozenset(
+        {
+            *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
+            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        }
+    )
     only_at: ClassVar[dict[str, tuple[Any, str]]]
     """Options that are accepted only at the value that has no effect, and why."""
 
@@ -105,6 +114,7 @@ class Function(Strict):
 class ToolSpecification(Strict):
     """One entry of `tools`."""
 
+    unused = frozenset({"cache_control"})
     type: Literal["function"]
     function: Function
 
@@ -122,8 +132,8 @@ class Call(Strict):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int = Field(default=0, exclude=True)
-    """Accepted and unused: clients that put a stream together send it back."""
+    unused = frozenset({"index", "cache_control", "provider_specific_fields"})
+    """Clients that put a stream together send the index back."""
 
 
 class WireMessage(Strict):
@@ -131,21 +141,22 @@ class WireMessage(Strict):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text = ""
-    name: str = ""
-    """Accepted and unused, as by the chat templates."""
     tool_calls: list[Call] = []
     tool_call_id: str = ""
-    reasoning: str = ""
-    """Accepted and unused, as `reasoning_content`: the policy's own thoughts are recorded."""
-    reasoning_content: str = ""
+    unused = frozenset(
+        {
+            *("name", "annotations", "cache_control", "provider_specific_fields"),
+            *("reasoning", "reasoning_content", "reasoning_details", "thinking_blocks"),
+        }
+    )
+    """The policy's own thoughts are recorded; chat templates show no names."""
 
 
 class StreamOptions(Strict):
     """`stream_options`."""
 
+    unused = frozenset({"include_obfuscation"})
     include_usage: bool = False
-    include_obfuscation: bool = False
-    """Accepted and unused: nothing here leaves the machine."""
 
 
 class _ChosenFunction(Strict):
@@ -159,25 +170,25 @@ class ChosenTool(Strict):
     function: _ChosenFunction
 
 
-class _Schema(Strict):
-    name: str = ""
-    description: str = ""
-    schema_: Any = Field(default=True, alias="schema")
-    strict: bool = False
-
-
 class ResponseFormat(Strict):
-    """`response_format`."""
+    """`response_format`, with what is in its `json_schema` beside its type, as the Responses API writes it."""
 
+    unused = frozenset({"name", "description", "strict"})
     type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: _Schema = _Schema()
+    schema_: Any = Field(default=True, alias="schema")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, value: Any) -> Any:
+        inner = value.get("json_schema") if isinstance(value, dict) else None
+        return {**value, **inner, "json_schema": None} if isinstance(inner, dict) else value
 
     @property
     def constraint(self) -> str:
         """vLLM's structured-output parameters, as JSON; empty for text."""
         if self.type == "text":
             return ""
-        return json.dumps({"json_object": True} if self.type == "json_object" else {"json": self.json_schema.schema_})
+        return json.dumps({"json_object": True} if self.type == "json_object" else {"json": self.schema_})
 
 
 def _listed(stop: Any) -> Any:
@@ -199,6 +210,11 @@ class ChatRequest(Request):
             "a request is one turn of one attempt; the number of attempts is rollout.n_samples",
         ),
         "logit_bias": ({}, _DISTRIBUTION),
+        "repetition_penalty": (1, _DISTRIBUTION),
+        "min_tokens": (0, _DISTRIBUTION),
+        "ignore_eos": (False, _DISTRIBUTION),
+        "skip_special_tokens": (True, "the endpoint reads calls and thoughts from them"),
+        "modalities": (["text"], "the policy writes text only"),
         "presence_penalty": (0, _DISTRIBUTION),
         "frequency_penalty": (0, _DISTRIBUTION),
         "top_logprobs": (0, "the engine keeps the sampled token's logprob alone"),
@@ -227,11 +243,12 @@ def read_request(model: type[_Request], body: Any, sampling: Sampling) -> _Reque
     """Check a request against the run's sampling. Raises `Refused` (400) naming the parameter and the fix."""
     if not isinstance(body, dict):
         raise Refused(400, "the body of the request is not a JSON object")
-    options = {name: value for name, value in body.items() if value is not None and name not in _ABOUT_THE_REQUEST}
+    options = {name: value for name, value in body.items() if value is not None}
     drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     by_run = "the run file's [sampling] decides how tokens are drawn (and evaluation has settings of its own)"
     for name, (allowed, why) in {**model.only_at, **{name: (value, by_run) for name, value in drawn.items()}}.items():
-        if name in options and options.pop(name) != allowed:
+        off = {"top_k": -1}.get(name, allowed)  # another way to say that all tokens may be drawn
+        if name in options and options.pop(name) not in ((allowed, off) if allowed == 0 else (allowed,)):
             raise Refused(400, f"`{name}` of this policy is {json.dumps(allowed)}: leave it out, {why}", param=name)
     return read(model, options)
 
@@ -241,7 +258,7 @@ def read(model: type[_Model], body: Any) -> _Model:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = min(error.errors(), key=lambda each: each["type"] != "literal_error")  # a wrong type explains the rest
         place = ".".join(map(str, first["loc"])) or "the body"
         problem = first["msg"]
         if first["type"] == "extra_forbidden":

@@ -14,17 +14,32 @@ The final answer is the first of these that contains a readable answer; of sever
 
 1. `#### 18`, GSM8K's own mark. The line must open with the answer: `#### Step 2` is a heading.
 2. `\boxed{18}`
-3. a phrase: `the answer is 18`, or one of the labels `Answer: 18`, `Final answer = 18` and, at the start of
-   a line, `A: 18`; after a label only the bare answer and a unit count, because working often follows a label
+3. a phrase: `the answer is 18`, also in some other languages, `<answer>18</answer>`, or one of the labels
+   `Answer: 18`, `Final answer = 18` and, at the start of a line, `A: 18`; after a label only the bare answer and a
+   unit count, because working often follows a label
 4. the text's last number
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
-from rollouts.rewards.expressions import THOUSANDS, differ, is_prose, last_boxes, latex, unicode_to_latex, unit_of
+from rollouts.rewards.expressions import (
+    FRACTION_SIGN,
+    POWERS,
+    THOUSANDS,
+    boxes_in,
+    differ,
+    fraction,
+    is_prose,
+    last_boxes,
+    latex,
+    unicode_to_latex,
+    unit_of,
+    with_i,
+    word_of,
+)
 from settings.errors import InvalidInput
 
 _TAIL_CHARACTERS = 20_000  # the answer is at the end; a runaway reply must not cost more than a long one
@@ -35,26 +50,38 @@ _EXPRESSION_CHARACTERS = 60  # what math-verify compares in well under a second
 
 # Every repetition is bounded or possessive (`++`), so matching takes linear time.
 _NUMBER = re.compile(
-    r"""(?<![^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])(?<!\d\.)  # not the 2 of CO2 or 1.2, but that of 是2
+    r"""(?<![^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])(?<!\d\.)(?<![A-Za-z]\^)
+    # not the 2 of CO2, 1.2 or m^2, but that of 是2
     (?P<sign>[-+]?)
     (?:(?P<hours>\d{1,2}):(?P<minutes>[0-5]\d)(?![\d:])          # 12:30 is a time
-    |(?P<value>(?:(?:\d{1,3}(?:,\d{3}){1,9}+|\d{1,2}(?:,\d{2}){1,9},\d{3})(?!\d)|\d++)(?:\.\d++)?(?:[eE][-+]?\d{1,2}(?!\w))?|\.\d++))
+    |(?P<value>(?:(?:\d{1,3}(?:,\d{3}){1,9}+|\d{1,2}(?:,\d{2}){1,9},\d{3})(?!\d)|\d++)(?:\.\d++)?
+        (?:[eE][-+]?\d{1,2}(?!\w)|(?![eE][-+]?\d))|\.\d++))
     (?:[ ]?/[ ]?(?P<divisor>[1-9]\d*+)                        # 3/4
       |[ ](?P<top>\d++)/(?P<bottom>[1-9]\d*+))?               # 2 1/2 is two and a half
-    (?:[ ](?P<scale>thousand|million|billion)\b)?""",
+    (?:[ ](?P<scale>thousand|million|billion)\b|[ ]?(?P<sign_of_scale>[万萬亿億]))?""",
     re.VERBOSE,
 )
-_SCALES = {None: 1, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 
 _HASHES = re.compile(r"#{4,}+")
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{")
 _PHRASE = re.compile(
-    r"""\b(?i:answer)\b[^.:=\n\d]{0,60}?\b(?:is|be|equals)\b|答案[是为為]|答えは
-    |(?P<label>(?:\b(?i:answer)\b|答案|答え)[^\w.\n]{0,6}[:：=\n]|^[ *]{0,8}A:)""",
+    r"""\b(?i:answer)\b[^.:=\n\d]{0,60}?\b(?:is|be|equals)\b|答案[是为為]|答えは|정?답은|<answer>
+    |(?i:\b(?:réponse\ est|respuesta\ es|resposta\ é|risposta\ è|antwort\ (?:ist|lautet)|ответ\b[ ]?[:—–-]))
+    |(?P<label>(?:(?<!</)\b(?i:answer)\b|答案|答え?|정답)[^\w.\n]{0,6}[:：=\n]|^[ *]{0,8}A:)""",
     re.VERBOSE | re.MULTILINE,
 )
-_CHOICE = re.compile(r"\s*(?:\\text(?:bf)?\s*\{)?\s*\(?([A-J])\)?\s*\}?(?=[).:,]|\s|$)(?!\s*[=<>+*/^-])\.?\s*")
-_CHOICE_IN_PROSE = re.compile(r"(?i:answer)\W*(?:(?i:is)\W+)?\(?([A-J])\)?(?=[\s.,:)*]|$)")
+_LETTER = (
+    r"(?:\\text\s*\{\s*)?(?:(?i:option|choice)\s+)?(?:\\(?:text|math)(?:bf|rm)?\s*\{)?\s*"
+    r"\(?([A-J])\)?(?:\s|\\ )*\}?"
+)
+_CHOICE = re.compile(rf"\s*{_LETTER}(?=[).:,。，]|\s|$)(?!\s*[=<>+*/^-])\.?\s*")
+_MORE_CHOICES = re.compile(
+    rf"(?:\s|\*)*(?:(?:[,;&/]|\\text\s*\{{|\band\b|\bor\b|[和与、])(?:\s|\}})*)+{_LETTER}(?![\w.])"
+)
+_CHOICE_IN_FRONT = re.compile(r"\W*[A-J][).:]\s")
+_CHOICE_IN_PROSE = re.compile(
+    r"(?:\b(?i:answer|option|choice)|答案|[选選])[\W_]*(?:(?i:is|be)\b[\W_]*|[是为為][\W_]*)?"
+    r"(?:\\?(?:text|math)(?:bf|rm)?\{)?\(?([A-J])\)?(?=[\s.,:)*}$。，]|$)(?![ ][a-z]{2,} (?!or|and))"
+)
 _NUMBERED_HEADING = re.compile(r"\d++[.)] +[A-Za-z]")  # `#### 3. Add the eggs`
 _ASIDE = re.compile(r"[A-Za-z]{2}.*?(?:[(;]|, )|because|since|where")
 _GOES_ON = re.compile(r"\s*+(?:[\\^*/×÷+]|-\s*+\d)|\(")  # the number was only the start of a sum
@@ -65,10 +92,12 @@ _SMALL_POWER_OR_ROOT = re.compile(
 )
 
 # LaTeX and Markdown around a number, in the order in which it is removed.
-_MARKUP = [
+_MARKUP: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"<<[^<>]*+>>"), ""),  # GSM8K's calculator notes: $<<9*2=18>>18
     (re.compile(r"[−–‐‑]|\\textminus"), "-"),
     (re.compile(r"\\approx|≈"), "="),
+    (FRACTION_SIGN, fraction),
+    (re.compile(r"(?<=\d) ?x ?(?=10 ?\^)"), "×"),
     (THOUSANDS, ","),
     (re.compile(r"-(?:\\?\$|[£€])"), "-"),  # -$5 is a negative number
     (re.compile(r"\\(?:(?:text|math)(?:bf|it|rm)?|mbox|f?box(?:ed)?|left|right|quad)(?![A-Za-z])"), " "),
@@ -118,9 +147,10 @@ def math_answer(reply: str, answer: str) -> float:
     r"""1.0 if math-verify finds the last answer of `reply` equal to `answer`, else 0.0.
 
     It compares LaTeX and plain expressions, intervals, sets, tuples, matrices and texts. The last box decides; boxes
-    joined only by a comma, "and" or "or" are one answer of several values. Exact values are compared exactly, and a
-    decimal equals another value to 6 decimals and 3 digits. A unit or base is compared if both name one. `answer` is
-    the bare answer (`\frac{1}{2}`), or a solution with an answer in `\boxed{…}` or between `$`.
+    joined only by a comma, "and" or "or" are one answer of several values. Letters from A to J are a set of choices.
+    Exact values are compared exactly, and a decimal equals another value to 6 decimals and 3 digits. A unit or base is
+    compared if both name one. `answer` is the bare answer (`\frac{1}{2}`), or a solution with an answer in
+    `\boxed{…}` or between `$`.
 
     Raises `InvalidInput` for an `answer` that is a sentence or has no expression, which is a fault of the data. It
     never returns for some replies (`9^{9^{9^{9}}}`), which a reward process makes 0.
@@ -139,10 +169,16 @@ def math_answer(reply: str, answer: str) -> float:
         bare = answer
     if bare is not None and is_prose(bare):
         raise InvalidInput(f"the reference answer {answer!r} is a sentence; write the bare answer")
-    if choice := _CHOICE.fullmatch(bare or ""):
-        chosen = _CHOICE.match(given) if given is not None else _last(_CHOICE_IN_PROSE.finditer(reply))
-        if chosen is not None:
-            return float(chosen[1] == choice[1])
+    if choices := _choices(bare or "", whole=True):
+        said = _last(_CHOICE_IN_PROSE.finditer(reply)) if given is None else None
+        chosen = _choices(reply[said.start(1) :] if said else given or "")
+        if given is None and said is None:  # nothing but the letter, in front or on the last line
+            *_, last_line = ["", *reply.strip().splitlines()]
+            chosen = _choices(last_line, whole=True) or (_choices(reply) if _CHOICE_IN_FRONT.match(reply) else set())
+        if chosen:
+            return float(chosen == choices)
+    if bare is not None and given is not None and word_of(bare) and word_of(bare) == word_of(given):
+        return 1.0
 
     def parsed(text: str, boxed: str | None) -> list[Any]:
         return parse(unicode_to_latex(text) if boxed is None else rf"\boxed{{{latex(boxed)}}}", parsing_timeout=None)
@@ -153,7 +189,8 @@ def math_answer(reply: str, answer: str) -> float:
         units = [unit_of(boxed) for boxed in (given, bare) if boxed is not None]
         if len(units) == 2 and all(units) and units[0] != units[1]:
             return 0.0
-        equal = (pair for pair in product(golds, parsed(reply, given)) if not differ(*pair))
+        pairs = ((with_i(gold), with_i(guess)) for gold, guess in product(golds, parsed(reply, given)))
+        equal = (pair for pair in pairs if not differ(*pair))
         return float(any(verify(*pair, allow_set_relation_comp=True, timeout_seconds=None) for pair in equal))
     except Exception:  # noqa: BLE001 - math-verify stumbles over some replies, which must not choose to be excluded
         return 0.0
@@ -186,8 +223,8 @@ def final_answer(text: str) -> str | None:
         region = _first_line(text, mark.end())
         if not _NUMBERED_HEADING.match(region) and (answer := _leading_answer(region)):
             return answer
-    for mark in reversed(list(_BOX.finditer(text))[-_MARKS_TRIED:]):
-        region = _strip_markup(_inside_braces(text, mark.end()))
+    for *_, content in reversed(boxes_in(text)[-_MARKS_TRIED:]):
+        region = _strip_markup(content[:_REGION_CHARACTERS])
         if answer := _leading_answer(region) or _last_number(region):
             return answer
     for mark in reversed(list(_PHRASE.finditer(text))[-_MARKS_TRIED:]):
@@ -202,22 +239,26 @@ def final_answer(text: str) -> str | None:
     return _leading_answer(text) if bare else _last_number(text)
 
 
+def _choices(text: str, *, whole: bool = False) -> set[str]:
+    """The letters of the choices a text begins with, or, if `whole`, consists of; none if it is something else."""
+    text = text.replace("**", "")
+    if not (first := _CHOICE.match(text)):
+        return set()
+    letters, end = {first[1]}, first.end(1)
+    end += len(text[end:]) - len(text[end:].lstrip(" \n)}"))
+    while more := _MORE_CHOICES.match(text, end):
+        letters.add(more[1])
+        end = more.end()
+    rest = text[max(end, first.end() if len(letters) == 1 else end) :]
+    return letters if not whole or not rest.strip(" .}$)") else set()
+
+
 def _last(found: Iterable[re.Match[str]]) -> re.Match[str] | None:
     return next(reversed(list(found)), None)
 
 
 def _first_line(text: str, start: int) -> str:
     return _strip_markup(text[start : start + _REGION_CHARACTERS]).lstrip(" \t\r\n*:_").split("\n")[0]
-
-
-def _inside_braces(text: str, start: int) -> str:
-    """The text between the brace that ends at `start` and its partner; empty if there is no partner."""
-    depth = 1
-    for brace in re.finditer(r"[{}]", text[start : start + _REGION_CHARACTERS]):
-        depth += 1 if brace.group() == "{" else -1
-        if depth == 0:
-            return text[start : start + brace.start()]
-    return ""
 
 
 def _strip_markup(text: str) -> str:
@@ -261,7 +302,8 @@ def _fraction(answer: str) -> Fraction | None:
         return Fraction(int(number["hours"])) + Fraction(int(number["minutes"]), 60)
     value = Fraction(number["value"]) / int(number["divisor"] or 1)
     value += Fraction(int(number["top"] or 0), int(number["bottom"] or 1))
-    return (-value if number["sign"] == "-" else value) * _SCALES[number["scale"]]
+    value *= 10 ** POWERS.get(number["scale"] or number["sign_of_scale"], 0)
+    return -value if number["sign"] == "-" else value
 
 
 def _same_expression(final: str, expected: str) -> bool:

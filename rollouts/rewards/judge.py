@@ -48,9 +48,11 @@ _REFERENCE = """<<<A GOOD ANSWER
 {reference}
 A GOOD ANSWER>>>
 """
-_VERDICT = re.compile(r"\bscore\b[\"'*]{0,4}\s*[:=]\s*[\"'*]{0,4}\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_VERDICT = re.compile(r"\bscore\b[\"'*]{0,4}\s*[:=]\s*[\"'*]{0,4}\s*(-?\d++(?:\.\d++)?)(?![\w]|,\d)", re.IGNORECASE)
 _NUMBER = re.compile(r"\"?\s*(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)(?!\w)")
 _WITHHELD = ("OpenAI-Organization", "OpenAI-Project")
+_CUT_OFF = {"length", "max_tokens", "model_length", "content_filter", "abort", "error", "insufficient_system_resource"}
+"""Why a reply ended before its end, by server."""
 _AGAIN = {408, 409, 425, 429}
 _SHOWN_CHARACTERS = 200
 
@@ -144,7 +146,7 @@ class Judge:
             return None, f"an answer that is no JSON: {error}"
         try:
             choice = answer.choices[0]
-            text, is_cut_off = choice.message.content or "", choice.finish_reason in ("length", "content_filter")
+            text, is_cut_off = choice.message.content or "", str(choice.finish_reason).lower() in _CUT_OFF
             score = verdict_in(text)
         except (AttributeError, LookupError, TypeError):
             return None, f"an answer that is no chat completion: {str(answer)[:_SHOWN_CHARACTERS]!r}"
@@ -204,6 +206,7 @@ def verdict_in(text: str) -> float | None:
             value, end = json.JSONDecoder().raw_decode(text, start)
         except ValueError:
             value, end = {}, start + 1
+        value = {key.lower(): each for key, each in value.items()}
         if "score" in value:
             scores.append(value["score"])
         else:

@@ -30,10 +30,12 @@ def nothing(reply: str) -> Any:
 
 def number_like(reply: str) -> Any:
     import numpy as np  # both start threads
+    import sympy
     import torch
 
     numbers = [np.float32(0.5), np.bool_(True), np.array(0.5), torch.tensor(0.5, requires_grad=True), Decimal("0.5")]
     numbers += [Fraction(1, 2), True, np.int64(3), 10**400, torch.tensor(math.nan), Decimal("sNaN"), 1e39]
+    numbers += [np.ma.masked, sympy.nan, sympy.oo, sympy.sqrt(4)]
     return {str(place): number for place, number in enumerate(numbers)}
 
 

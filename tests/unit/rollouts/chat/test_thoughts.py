@@ -14,6 +14,7 @@ from storage.records import Message
 from tests.unit.rollouts.chat.test_chat_tokens import MISTRAL, byte_tokenizer, family
 from tests.unit.rollouts.scripted_text import a_chat, an_engine, said, user
 
+COMMENTARY = "<|channel|>commentary<|message|>"
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
 
 
@@ -41,6 +42,16 @@ ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel
         (f"{FINAL}42", False, None, "42"),
         (f"{ANALYSIS}41", False, "41", ""),
         ("42<|end|>", False, None, "42<|end|>"),
+        (f"{ANALYSIS}41<|end|><|start|>assistant{ANALYSIS}43<|end|>{FINAL}42", False, "4143", "42"),
+        (f"{ANALYSIS}41<|end|><|start|>assistant{ANALYSIS}43", False, "4143", ""),
+        (f"{COMMENTARY}I look. <|end|>{FINAL}42", False, None, "I look. 42"),
+        ("<|START_THINKING|>41<|END_THINKING|><|START_RESPONSE|>42<|END_RESPONSE|>", False, "41", "42"),
+        ("<mm:think>41</mm:think>42", False, "41", "42"),
+        ("<unused94>thought\n41<unused95>42", False, "thought\n41", "42"),
+        ("<thinking><tool_call>{}</tool_call></thinking>42", False, "<tool_call>{}</tool_call>", "42"),
+        ("<|begin_of_thought|>41<|end_of_thought|><|begin_of_solution|>42", False, "41", "42"),
+        ("<tool_call>{}</tool_call><think>x", False, "x", "<tool_call>{}</tool_call>"),
+        ("<think>a [THINK] b</think>42", False, "a [THINK] b", "42"),
     ],
 )
 def test_thoughts_end_where_the_answer_begins(text: str, opened: bool, thoughts: str | None, answer: str):

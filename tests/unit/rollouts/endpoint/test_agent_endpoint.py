@@ -71,6 +71,9 @@ SENT: dict[str, Callable[[Any], Any]] = {
     "as a full dictionary": lambda message: message.model_dump(),
     "its arguments written again": _arguments_written_again,
     "without the words": lambda message: _plain(message, content=None),
+    "with what gateways add": lambda message: _plain(
+        message, annotations=[], provider_specific_fields={"a": 1}, name="b"
+    ),
     "as put together from a stream": _as_put_together_from_a_stream,
 }
 
@@ -146,6 +149,14 @@ async def test_a_history_with_other_calls_or_results_is_refused_with_the_true_re
             ),
             ([plain, *[{**result, "tool_call_id": first}] * 2], f"tool call '{first}' has two results"),
             ([plain, {**result, "tool_call_id": "x"}], "the tool call 'x' is not of the message before its result"),
+            (
+                [plain, {**result, "tool_call_id": second}],
+                f"tool call '{first}' has no result, but others beside it have",
+            ),
+            (
+                [plain, {"role": "user", "content": "hm"}, {**result, "tool_call_id": first}],
+                f"result of the tool call '{first}' is not behind its call",
+            ),
             ([stranger], "did not make the tool call 'other' in this session"),
         ]
         for changed, reason in cases:
@@ -244,7 +255,8 @@ async def test_what_would_change_the_distribution_is_refused_by_name_and_the_run
     text_tokens: ChatTokens,
 ):
     options = {"temperature": 0.7, "top_p": 1.0, "n": 1, "presence_penalty": 0.0, "parallel_tool_calls": True}
-    options |= {"response_format": {"type": "text"}, "store": False, "metadata": {"a": "b"}}
+    options |= {"response_format": {"type": "text"}, "store": False, "metadata": {"a": "b"}, "modalities": ["text"]}
+    options |= {"extra_body": {"top_k": -1, "repetition_penalty": 1.0, "ignore_eos": False}}
     async with served(text_tokens, "one", sampling=Sampling(temperature=0.7)) as agent:
         for option in REFUSED:
             with pytest.raises(openai.BadRequestError) as caught:
@@ -266,11 +278,20 @@ async def test_a_refusal_names_the_true_reason(text_tokens: ChatTokens):
         "response_format": "engine.guided_decoding = true",
         "tool_choice": "engine.guided_decoding = true",
     }
+    extra = {
+        "repetition_penalty": (1.1, "whose probabilities the loss needs"),
+        "guided_json": ({}, "use `response_format`"),
+        "chat_template_kwargs": ({}, r"engine\.chat_template_kwargs in the run file"),
+        "tools": ([{"type": "web_search"}], "`tools.0.type`: Input should be 'function'"),
+    }
     async with served(text_tokens) as agent:
         for option in REFUSED:
             if (name := next(iter(option))) in reasons:
                 with pytest.raises(openai.BadRequestError, match=reasons[name]):
                     await agent.ask("1", **option)
+        for name, (value, reason) in extra.items():
+            with pytest.raises(openai.BadRequestError, match=reason):
+                await agent.ask("1", extra_body={name: value})
 
 
 async def test_a_reply_ends_at_a_stop_string_which_the_agent_does_not_see_and_the_record_does(text_tokens: ChatTokens):

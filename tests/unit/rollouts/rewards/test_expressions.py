@@ -30,6 +30,21 @@ I get \boxed{41}, then \boxed{42} ‖ 42  ⏎  \fbox{42} ‖ 42  ⏎  \boxed{100
 \boxed{\$1.5\text{ million}} ‖ 1500000  ⏎  \boxed{2 billion dollars} ‖ 2000000000
 \boxed{\text{(B) } 5} ‖ B  ⏎  \boxed{B. 5} ‖ B  ⏎  The answer is (B). ‖ B  ⏎  Answer: B ‖ (B)
 \boxed{\text{no solution}} ‖ no solution
+The correct option is **C**. ‖ C  ⏎  The answer is \textbf{(C)}. ‖ C  ⏎  正确答案是B。 ‖ B  ⏎  \boxed{A, C} ‖ C and A
+\boxed{e^{i\pi}} ‖ -1  ⏎  \boxed{\sqrt{-1}} ‖ i  ⏎  \boxed{\cos 60^\circ} ‖ 1/2  ⏎  \boxed{\mathbb R} ‖ \mathbb{R}
+\boxed{0.\dot{1}4285\dot{7}} ‖ 1/7  ⏎  \boxed{0.(3)} ‖ 1/3  ⏎  \boxed{0.333...} ‖ 1/3  ⏎  \boxed{five} ‖ 5
+\boxed{True} ‖ true  ⏎  \boxed{USD 18} ‖ 18  ⏎  \boxed{18dollars} ‖ 18  ⏎  \boxed{100元} ‖ 100  ⏎  \boxed{3万} ‖ 30000
+\boxed{\{x \mid x > 3\}} ‖ (3,\infty)  ⏎  \boxed{\lbrace 1,2 \rbrace} ‖ \{1,2\}  ⏎  \boxed{]1,2[} ‖ (1,2)
+\boxed{\langle 1, 2\rangle} ‖ (1,2)  ⏎  \boxed{(-oo, 3)} ‖ (-\infty,3)  ⏎  \boxed{1.5*10^-3} ‖ 0.0015
+\boxed{1.5 x 10^3} ‖ 1500  ⏎  \boxed{1.234.567} ‖ 1234567  ⏎  \boxed{exp(2)} ‖ e^2  ⏎  \boxed{frac{1}{2}} ‖ 1/2
+\boxed{42\\} ‖ 42  ⏎  \boxed{42,} ‖ 42  ⏎  \boxed{`42`} ‖ 42  ⏎  \boxed{Answer: 42} ‖ 42  ⏎  \framebox{42} ‖ 42
+\boxed{\underline{42}} ‖ 42  ⏎  \boxed{\textcolor{red}{42}} ‖ 42  ⏎  \boxed{３．５} ‖ 3.5  ⏎  \boxed{2½} ‖ 5/2
+\boxed{2⁵} ‖ 32  ⏎  \boxed{∛27} ‖ 3  ⏎  \boxed{3^\text{rd}} ‖ 3  ⏎  \boxed{\text{1011}_2} ‖ 1011_2
+\boxed{25 °C} ‖ 25  ⏎  \boxed{100 \degree} ‖ 100  ⏎  \boxed{5\ \Omega} ‖ 5 ohms  ⏎  \boxed{5cm} ‖ 5 \text{ centimeters}
+\boxed{x<1 \text{ or } x \ge 2} ‖ (-\infty,1)\cup[2,\infty)  ⏎  \boxed{70\,\%} ‖ 70  ⏎  \boxed{\lg 100} ‖ 2
+\boxed{\text{2 and 3}} ‖ 2,3  ⏎  \boxed{\small{42}} ‖ 42  ⏎  \boxed{~42} ‖ 42  ⏎  \boxed{42^{\text{o}}} ‖ 42
+\boxed{2 \pmod{5}} ‖ 2  ⏎  \boxed{\text{5:30 PM}} ‖ 5:30 p.m.  ⏎  \boxed{1_000} ‖ 1000  ⏎  \boxed{\text{5 cm}} ‖ 5
+\boxed{\text{Option D}} ‖ D  ⏎  \boxed{Option D} ‖ D  ⏎  **D** ‖ D  ⏎  D. 12 ‖ D  ⏎  D ‖ (D)
 """
 _WRONG = r"""
 \boxed{\infty} ‖ -\infty  ⏎  \boxed{1,2,3} ‖ 1,2  ⏎  \boxed{\left(3,\frac{\pi}{2}\right)} ‖ (3,\frac{\pi}{3})
@@ -51,6 +66,11 @@ _WRONG = r"""
 \boxed{\frac{1}{10^{30}}} ‖ 0  ⏎  \boxed{\sqrt{2}\cdot 10^{-9}} ‖ \sqrt{3}\cdot 10^{-9}
 \boxed{1.5 million} ‖ 1.5  ⏎  \boxed{2 1/2} ‖ 21/2  ⏎  \boxed{(B)} ‖ C  ⏎  The answer is A. ‖ B
 \boxed{(1/2^{98}, 1)} ‖ (1/2^{99}, 1)  ⏎  \boxed{\{1e-7\}} ‖ \{2e-7\}
+\boxed{5kg} ‖ 5g  ⏎  \boxed{5 \mathrm{~km}} ‖ 5 \mathrm{~m}  ⏎  \boxed{\$10} ‖ 10 cents  ⏎  \boxed{25 °C} ‖ 25 °F
+\boxed{A, B} ‖ A  ⏎  \boxed{\text{A and B}} ‖ A  ⏎  Answer: A or B ‖ A  ⏎  The answer is A and C ‖ A
+A plausible answer is harder to find. ‖ A  ⏎  \boxed{5 \Omega} ‖ 5 V  ⏎  \boxed{3万} ‖ 3  ⏎  \boxed{2½} ‖ 21/2
+\boxed{5:30 PM} ‖ 5:30 AM  ⏎  \boxed{5 mol} ‖ 5 g  ⏎  \boxed{5 dollars} ‖ 5 euros  ⏎  \boxed{100元} ‖ 100万元
+I considered A and B but the answer is C. ‖ A  ⏎  \boxed{x<1 \text{ or } x>2} ‖ (1,2)  ⏎  D. 12 ‖ C
 """
 
 
@@ -63,11 +83,26 @@ def test_answers_are_equal_as_people_take_them(rows: str, expected: float) -> No
 
 
 @pytest.mark.parametrize(
-    "answer", ["answer is 10000", "The answer: 42", "it is 5", "x is 3", r"\boxed{the result is 4}"]
+    "answer",
+    [
+        "answer is 10000",
+        "The answer: 42",
+        "it is 5",
+        "x is 3",
+        "Therefore 42",
+        "John has 5 apples",
+        "答案是5",
+        r"\boxed{the result is 4}",
+    ],
 )
 def test_a_reference_in_prose_is_a_fault_of_the_data(answer: str) -> None:
     with pytest.raises(InvalidInput, match="is a sentence; write the bare answer"):
         math_answer(r"\boxed{10000}", answer)
+
+
+def test_a_reference_in_words_is_an_answer() -> None:
+    for answer in ("no real solutions", r"\text{It is impossible}", "18 dollars", "x=2 or x=3", "50 miles per hour"):
+        assert math_answer(rf"\boxed{{{answer}}}", answer) == 1.0 and math_answer(r"\boxed{7}", answer) == 0.0
 
 
 def test_a_million_characters_of_boxes_take_linear_time_and_an_open_box_is_none() -> None:

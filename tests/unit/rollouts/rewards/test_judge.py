@@ -78,6 +78,8 @@ def test_a_verdict_is_the_last_score_in_the_answer():
         *(('{"verdict": {"score": 4}}', 4.0), ('{"score": null} Score: 5', None), ('{"score": "7/10"}', 7.0)),
         *(('<think>{"score": 1}</think>{"score": 6}', 6.0), ('{"score": 1}<think>{"score": 6}', 1.0)),
         *(('<think>{"score": 9}', None), ('{"score": true}', None), ('{"a": "{"} {"score": 2}', 2.0)),
+        *(('{"score": 8,5}', None), ("Score: 1_0", None), ('{"Score": 7}\nA score: 3 is harsh.', 7.0)),
+        *(('{"score": NaN}', None), ("{'score': 7}", 7.0), ('{"score": "7 out of 10"}', 7.0)),
         *(("", None), ("I cannot say.", None), ("10 out of 10", None)),
     ]:
         assert verdict_in(text) == score
@@ -138,6 +140,7 @@ async def test_what_may_pass_is_asked_again():
         (_status(404, "no such model"), {"retries": 2}, 1, "404.*no such model"),
         (_status(500, "down"), {"retries": 2}, 3, "in 3 attempts.*500: down"),
         (_says('{"score": 7}', "length"), {"retries": 1}, 2, "cut off; give it more max_tokens"),
+        (_says('{"score": 7}', "model_length"), {"retries": 0}, 1, "cut off; give it more max_tokens"),
         (_says('{"score": 7}', "content_filter"), {"retries": 0}, 1, "cut off"),
         (_says("Hm."), {"retries": 2}, 3, "in 3 attempts.*without a score from 0 to 10: 'Hm.'"),
         (_status(500, "down"), {"timeout": 1.0, "retries": 1000}, None, "within 1 s.*500: down"),

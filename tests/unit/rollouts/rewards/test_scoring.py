@@ -63,7 +63,7 @@ async def test_not_applicable_is_null_and_a_value_of_the_wrong_type_a_failure():
         assert isinstance(failed, RewardFailed) and "wrong_type" in str(failed)
 
 
-LIKE_NUMBERS = [0.5, 1.0, 0.5, 0.5, 0.5, 0.5, 1.0, 3.0, None, None, None, None]
+LIKE_NUMBERS = [0.5, 1.0, 0.5, 0.5, 0.5, 0.5, 1.0, 3.0, None, None, None, None, None, None, None, 2.0]
 
 
 async def test_what_cannot_be_sent_to_a_reward_is_named():
@@ -79,7 +79,7 @@ async def test_numbers_of_any_library_are_rewards_and_what_is_not_finite_in_a_sh
     returned, named = rewards.number_like(""), {str(place): value for place, value in enumerate(LIKE_NUMBERS)}
     async with _pool() as pool:
         for scored in (await pool.score(rewards.number_like, ""), await score_all(returned)):
-            assert scored == Score(reward=7.5, parts=named)
+            assert scored == Score(reward=9.5, parts=named)
     for value, expected in zip(returned.values(), LIKE_NUMBERS, strict=True):
         for scored in (as_score(value, rewards.number_like), as_score(Score(reward=value), rewards.number_like)):
             assert scored.reward == expected and type(scored.reward) is type(expected)
