@@ -1,26 +1,24 @@
 """What stands around an evaluation: checks before an engine starts, and what becomes of the score.
 
-    look_up_policy, check_split ─▶ evaluate ─▶ try_gate: the alias `champion`, or an event that says why not
-                                            └▶ raise_if_failed
+    check_split ─▶ evaluate ─▶ try_gate: the alias `champion`, or an event that says why not
+                            └▶ raise_if_failed
 
-In: a run, a version, a split; later the `Evaluation`. Out: the run's configuration, or one sentence with the fix; an
-alias in the log. `tasks/prefect/notifications.py` may make a notification of the event.
+In: a run and a split; later the `Evaluation`. Out: one sentence with the fix; an alias in the log.
+`tasks/prefect/notifications.py` may make a notification of the event.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from infra.user_code import load_object
+from rollouts.production.prompts import task_set
 from settings.errors import InvalidInput, UserError
 from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation
 from storage.log.promotion import CHAMPION, NotPromoted, failure_of, pass_gate
 from storage.log.run_log import RunLog
-from storage.log.runs import find_policy, local_config
 from tasks.prefect.run_page import announce
-from tasks.session import run_log
 
 logger = logging.getLogger("millrace.evaluation")
 
@@ -29,14 +27,8 @@ class EvaluationFailed(UserError):
     """Every attempt of an evaluation failed."""
 
 
-def look_up_policy(*, store: str, run: str, version: int | None) -> tuple[dict[str, Any], int]:
-    """A run's configuration, and a policy version, by default the newest. Raises `NotFound` and `InvalidInput`."""
-    log = run_log(store=store, run=run)
-    return local_config(log), find_policy(log, version).version
-
-
-def check_split(*, workflow: str, dataset: str, split: str) -> None:
-    """Raise `InvalidInput` if the workflow does not know the split, or has no tasks in it."""
+def check_split(log: RunLog, *, workflow: str, dataset: str, split: str, adopt_tasks: bool) -> None:
+    """Raise `InvalidInput` if the workflow does not know the split, has no tasks in it, or others than before."""
     loaded = load_object(workflow)(dataset or None)
     try:
         tasks = loaded.tasks(split)
@@ -46,6 +38,7 @@ def check_split(*, workflow: str, dataset: str, split: str) -> None:
         tasks = []
     if not tasks:
         raise InvalidInput(f"{workflow} has no tasks in split {split!r}; name another split")
+    task_set(log.state, tasks, run=log.run_id, split=split, adopt=adopt_tasks)
 
 
 def warn_of_greedy_attempts(settings: EvaluationSettings) -> None:
