@@ -163,7 +163,7 @@ def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *
     console.print(
         f"run      {run_folder}\n"
         f"shards   {run_folder}/shards: {counted(status['shards'], 'file')}, "
-        f"{counted(status['trajectories'], 'training attempt')}\n"
+        f"{counted(status['trajectories'], 'training row')}\n"
         f"model    {status['policy']}\n"
         f"MLflow   {mlflow}\n",
         soft_wrap=True,
