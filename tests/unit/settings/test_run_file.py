@@ -307,6 +307,9 @@ def test_numbers_inside_tables_and_lists_are_checked_and_what_may_be_a_bool_is_o
     for changes in ({"reward.weights": {"style": math.inf}}, {"train.reject": [{"high": math.inf}]}):
         with pytest.raises(ConfigError, match="should be a finite number"):
             load_run_file({"workflow": "a:B"}, changes)
+    for key in ("engine.vllm.gpu_memory_utilization", "engine.chat_template_kwargs.x", "train.loss.arguments.x"):
+        with pytest.raises(ConfigError, match=f"{key} = nan: NaN cannot be set"):  # nor would the run continue itself
+            load_run_file({"workflow": "a:B"}, {key: math.nan})
     free = {"engine.vllm": {"enforce_eager": True}, "train.compile": True, "train.max_gap": math.inf}
     config = load_run_file({"workflow": "a:B"}, free)
     assert (config.engine.vllm, config.train.compile, config.train.max_gap) == ({"enforce_eager": True}, True, math.inf)
