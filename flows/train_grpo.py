@@ -152,7 +152,7 @@ def evaluation_is_missing(session: RunSession, config: RunConfig) -> bool:
     """
     state, every, split = session.log.state, config.evaluation.every, config.evaluation.split
     is_due = every > 0 and (state.step % every == 0 or state.step == config.steps)
-    return is_due and (state.newest_version, split) not in {(e.version, e.split) for e in state.evaluations}
+    return is_due and state.newest_version not in {each.version for each in state.evaluations_of(split)}
 
 
 async def evaluate_if_due(session: RunSession, config: RunConfig) -> None:

@@ -148,6 +148,12 @@ class RunState:
                 return found
         return next((each.tasks for each in reversed(self.evaluations) if each.split == split and each.tasks), None)
 
+    def evaluations_of(self, split: str) -> list[records.Evaluation]:
+        """Those of a split that asked the tasks it has now; of older ones nobody knows what they asked."""
+        now = self.task_set(split)
+        of_split = [each for each in self.evaluations if each.split == split]
+        return [each for each in of_split if not (now and each.tasks) or each.tasks.sha256 == now.sha256]
+
     def free_positions(self, count: int) -> list[int]:
         """The first positions of the prompt order that are neither committed nor leased."""
         while self._first_free in self.positions or self._first_free in self.leased:

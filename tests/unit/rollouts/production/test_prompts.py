@@ -109,5 +109,7 @@ def test_other_held_out_tasks_are_refused_or_adopted(tasks: list[Task], change: 
             held_out(log.state, tasks)
         adopted = held_out(log.state, tasks, adopt=True)
         assert (adopted.count, adopted.first_position) == (len(tasks), 0)
+        assert len(log.state.evaluations_of("dev")) == len(log.state.evaluations)
         log.append(Session(id="t", code_version="", held_out={"dev": adopted}))
+        assert log.state.evaluations_of("dev") == []  # scores of other problems
         assert held_out(log.state, tasks) == adopted
