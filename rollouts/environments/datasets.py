@@ -41,6 +41,8 @@ def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[d
             return read_rows(path, required=required)
         if path.is_dir():
             files = files_of(path, split, dataset=dataset)
+        elif path.name in _declared(path.parent, dataset):
+            files = files_of(path.parent, split, dataset=dataset, configuration=path.name)
         else:
             owner, _, rest = dataset.partition("/")
             name, _, configuration = rest.partition("/")

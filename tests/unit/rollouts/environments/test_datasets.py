@@ -107,6 +107,12 @@ def test_a_card_says_which_files_are_a_splits_as_for_the_datasets_library(tmp_pa
         read_dataset(_folder(tmp_path / "other", "train.json", "train.csv"), "a", required=[])
 
 
+def test_a_configuration_of_a_folder_is_named_behind_it_wherever_its_files_are(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, *_TWICE, card=_CARD.replace("config_name: main", "config_name: plain"))
+    for name, files in (("plain", ["main/train-0.jsonl"]), ("socratic", ["socratic/train-0.jsonl"])):
+        assert [row["from"] for row in read_dataset(f"{folder}/{name}", "train", required=[])] == files
+
+
 @pytest.mark.parametrize("card", ["", _CARD])
 def test_a_configuration_of_a_hub_set_is_named_behind_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: str
