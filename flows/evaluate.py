@@ -12,11 +12,10 @@ from typing import Any
 from prefect import flow
 
 from settings.run_file import RunConfig, make_config
-from storage.log.runs import find_policy, local_config
-from tasks.evaluation import check_split, raise_if_failed, try_gate, warn_of_greedy_attempts
+from tasks.evaluation import check_split, look_up_policy, raise_if_failed, try_gate, warn_of_greedy_attempts
 from tasks.mirror import track
 from tasks.rollout import evaluate_policy, start_rollout_worker
-from tasks.session import reading_session, run_log
+from tasks.session import reading_session
 
 
 @flow(name="evaluate", flow_run_name="{run}", persist_result=False)
@@ -51,15 +50,13 @@ async def evaluate(
     """
     wanted = {"split": split or None, "num_tasks": num_tasks, "n_samples": n_samples, "temperature": temperature}
     wanted |= {"gate_score": gate_score, "gate_gap": gate_gap}
-    about = {"run": run, "store": store, "version": version, "wanted": wanted}
-    config, version = plan_evaluation(**about, adopt_tasks=adopt_tasks)
+    config, version = plan_evaluation(run=run, store=store, version=version, wanted=wanted, adopt_tasks=adopt_tasks)
     settings = config.evaluation
     warn_of_greedy_attempts(settings)
     async with reading_session(config, store=store, tracking=tracking, what="evaluate") as session:
         await start_rollout_worker(session, name="evaluator-0", version=version)
         session.fleet.evaluator = session.fleet.hosted["evaluator-0"]
-        asking = {"version": version, "settings": settings, "adopt_tasks": adopt_tasks}
-        evaluation = await evaluate_policy(session, **asking)
+        evaluation = await evaluate_policy(session, version=version, settings=settings, adopt_tasks=adopt_tasks)
         problems = try_gate(session.log, evaluation, min_score=settings.gate_score, max_gap=config.gate_gap)
         await track(session.mirror)
     raise_if_failed(evaluation)
@@ -73,8 +70,7 @@ def plan_evaluation(
 
     Raises `InvalidInput` or `NotFound` for what cannot work, before anything starts.
     """
-    log = run_log(store=store, run=run)
-    saved, chosen = local_config(log), find_policy(log, version).version
+    log, saved, chosen = look_up_policy(store=store, run=run, version=version)
     changes = {key: value for key, value in wanted.items() if value is not None}
     document = {**saved, "evaluation": {**saved.get("evaluation", {}), **changes}}
     config = make_config(document, source=f"evaluating run {run}")

@@ -1,15 +1,16 @@
 """What stands around an evaluation: checks before an engine starts, and what becomes of the score.
 
-    check_split ─▶ evaluate ─▶ try_gate: the alias `champion`, or an event that says why not
-                            └▶ raise_if_failed
+    look_up_policy, check_split ─▶ evaluate ─▶ try_gate: the alias `champion`, or an event that says why not
+                                            └▶ raise_if_failed
 
-In: a run and a split; later the `Evaluation`. Out: one sentence with the fix; an alias in the log.
-`tasks/prefect/notifications.py` may make a notification of the event.
+In: a run, a version, a split; later the `Evaluation`. Out: the run's configuration, or one sentence with the fix; an
+alias in the log. `tasks/prefect/notifications.py` may make a notification of the event.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from infra.user_code import load_object
 from rollouts.production.prompts import task_set
@@ -18,13 +19,21 @@ from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation
 from storage.log.promotion import CHAMPION, NotPromoted, failure_of, pass_gate
 from storage.log.run_log import RunLog
+from storage.log.runs import find_policy, local_config
 from tasks.prefect.run_page import announce
+from tasks.session import run_log
 
 logger = logging.getLogger("millrace.evaluation")
 
 
 class EvaluationFailed(UserError):
     """Every attempt of an evaluation failed."""
+
+
+def look_up_policy(*, store: str, run: str, version: int | None) -> tuple[RunLog, dict[str, Any], int]:
+    """A run's log and configuration, and a policy version, by default the newest. Raises `NotFound` and `InvalidInput`."""
+    log = run_log(store=store, run=run)
+    return log, local_config(log), find_policy(log, version).version
 
 
 def check_split(log: RunLog, *, workflow: str, dataset: str, split: str, adopt_tasks: bool) -> None:

@@ -60,8 +60,8 @@ def files_of(folder: Path, split: str, *, dataset: str, configuration: str = "")
         there = f"README.md says under `configs` that it is {', '.join(patterns) or 'none'}"
     else:
         files = _by_name(folder / configuration, split, dataset=dataset)
-        names = sorted(each.name for each in (folder / configuration).glob("[!.]*"))
-        there = f"there are {', '.join(names[:8]) or 'none'}{', …' if len(names) > 8 else ''}"
+        beside = sorted(each.name for each in (folder / configuration).glob("[!.]*"))
+        there = f"there are {', '.join(beside[:8]) or 'none'}{', …' if len(beside) > 8 else ''}"
     if not files:
         expected = f"expected {split}.jsonl or {split}*.parquet"
         raise NotFound(f"{folder / configuration} has no file for split {split!r}; {expected}, and {there}")

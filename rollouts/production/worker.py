@@ -19,6 +19,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from infra.user_code import load_object
@@ -317,8 +318,8 @@ class RolloutWorker:
                 await self.served.load(version)
             async with self.lock:
                 await self._head_start.call_back()
-                given = {"run": self.log.run_id, "split": split, "adopt": adopt_tasks}
-                asked = await asyncio.to_thread(task_set, self.log.state, tasks, **given)
+                look = partial(task_set, run=self.log.run_id, split=split, adopt=adopt_tasks)
+                asked = await asyncio.to_thread(look, self.log.state, tasks)
             sampling = dataclasses.replace(self._executor.sampling, temperature=settings.temperature)
 
             async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
