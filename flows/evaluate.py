@@ -30,6 +30,7 @@ async def evaluate(
     temperature: float | None = None,
     gate_score: float | None = None,
     gate_gap: float | None = None,
+    adopt_tasks: bool = False,
 ) -> dict[str, Any]:
     """Score one policy version of a run on held-out tasks.
 
@@ -45,30 +46,34 @@ async def evaluate(
         gate_score: With this score or more the policy becomes the champion, unless the log speaks against it.
             Empty: the run's evaluation.gate_score; without that, nothing is promoted.
         gate_gap: Largest gap between engine and trainer on the way to a champion, in nats per token. Empty: the run's.
+        adopt_tasks: Go on although the tasks are other than the run has had in this split.
     """
     wanted = {"split": split or None, "num_tasks": num_tasks, "n_samples": n_samples, "temperature": temperature}
     wanted |= {"gate_score": gate_score, "gate_gap": gate_gap}
-    config, version = plan_evaluation(run=run, store=store, version=version, wanted=wanted)
+    config, version = plan_evaluation(run=run, store=store, version=version, wanted=wanted, adopt_tasks=adopt_tasks)
     settings = config.evaluation
     warn_of_greedy_attempts(settings)
     async with reading_session(config, store=store, tracking=tracking, what="evaluate") as session:
         await start_rollout_worker(session, name="evaluator-0", version=version)
         session.fleet.evaluator = session.fleet.hosted["evaluator-0"]
-        evaluation = await evaluate_policy(session, version=version, settings=settings)
+        evaluation = await evaluate_policy(session, version=version, settings=settings, adopt_tasks=adopt_tasks)
         problems = try_gate(session.log, evaluation, min_score=settings.gate_score, max_gap=config.gate_gap)
         await track(session.mirror)
     raise_if_failed(evaluation)
     return {"run": run, **dataclasses.asdict(evaluation), "gate": problems}
 
 
-def plan_evaluation(*, run: str, store: str, version: int | None, wanted: dict[str, Any]) -> tuple[RunConfig, int]:
+def plan_evaluation(
+    *, run: str, store: str, version: int | None, wanted: dict[str, Any], adopt_tasks: bool = False
+) -> tuple[RunConfig, int]:
     """The run's configuration, its evaluation changed by what is `wanted`, and the policy version.
 
     Raises `InvalidInput` or `NotFound` for what cannot work, before anything starts.
     """
-    saved, chosen = look_up_policy(store=store, run=run, version=version)
+    log, saved, chosen = look_up_policy(store=store, run=run, version=version)
     changes = {key: value for key, value in wanted.items() if value is not None}
     document = {**saved, "evaluation": {**saved.get("evaluation", {}), **changes}}
     config = make_config(document, source=f"evaluating run {run}")
-    check_split(workflow=config.workflow, dataset=config.dataset, split=config.evaluation.split)
+    of_workflow = {"workflow": config.workflow, "dataset": config.dataset, "split": config.evaluation.split}
+    check_split(log, **of_workflow, adopt_tasks=adopt_tasks)
     return config, chosen

@@ -69,7 +69,7 @@ async def train_grpo(
         learning_rate: Peak learning rate of AdamW.
         seed: Seeds prompt order, sampling, mini-batches and the base model made here.
         settings: Everything else, one block per part.
-        adopt_tasks: Go on although the training tasks are other than before, from a new epoch.
+        adopt_tasks: Go on although the tasks are other than before, with those to train on from a new epoch.
     """
     document = {
         **settings.model_dump(exclude_unset=True),
@@ -80,7 +80,7 @@ async def train_grpo(
     }
     config = make_config(absolute_paths(document, Path.cwd()), source="flow parameters")
     tasks = (CHECKED.get() or check_run(config, adopt_tasks=adopt_tasks)).tasks
-    async with training_session(config, tasks=tasks["train"], adopt_tasks=adopt_tasks) as session:
+    async with training_session(config, tasks=tasks, adopt_tasks=adopt_tasks) as session:
         async with listening(session):
             await resumed(session)  # one that was paused stays so, without an engine
             telling_mlflow = asyncio.create_task(track(session.mirror))  # beside the start of the engines
@@ -152,7 +152,7 @@ def evaluation_is_missing(session: RunSession, config: RunConfig) -> bool:
     """
     state, every, split = session.log.state, config.evaluation.every, config.evaluation.split
     is_due = every > 0 and (state.step % every == 0 or state.step == config.steps)
-    return is_due and (state.newest_version, split) not in {(e.version, e.split) for e in state.evaluations}
+    return is_due and state.newest_version not in {each.version for each in state.evaluations_of(split)}
 
 
 async def evaluate_if_due(session: RunSession, config: RunConfig) -> None:

@@ -22,6 +22,8 @@ def _number(value: Any) -> Any:
         raise ValueError("true and false are no numbers; write a number")
     if isinstance(value, float) and value != value:
         raise ValueError("NaN cannot be set; write a number")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError("too large; TOML's integers have 64 bits")
     return value
 
 
@@ -38,9 +40,10 @@ def _with_checked_numbers(schema: Any, cls: type[BaseModel]) -> Any:
 
 
 class Block(BaseModel):
-    """A table of the run file. An unknown key is an error; so are true, false and NaN where a number is meant."""
+    """A table of the run file. An unknown key is an error; so are true, false and NaN where a number is meant, and
+    infinity unless it is a bound (`allow_inf_nan` of its field)."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

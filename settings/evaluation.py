@@ -28,6 +28,6 @@ class EvaluationSettings(Block):
     gate_score: float | None = None
     """A policy that is evaluated with this score or more becomes the champion, unless the log speaks against it; unset:
     no evaluation makes one."""
-    gate_gap: float | None = Field(default=None, ge=0)
+    gate_gap: float | None = Field(default=None, ge=0, allow_inf_nan=True)
     """Largest gap between engine and trainer, in nats per token, of the steps that led to a champion; unset:
     `train.max_gap`."""

@@ -16,7 +16,7 @@ class ClipLoss(Block):
     """Per token."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """Lower bound of the probability ratio: 1 − clip_low."""
-    clip_high: float = Field(default=0.28, gt=0)
+    clip_high: float = Field(default=0.28, gt=0, allow_inf_nan=True)
     """Upper bound of the probability ratio: 1 + clip_high (DAPO's clip-higher)."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Bounds the loss of tokens with negative advantage at this ratio (dual clip, 3 in verl)."""
@@ -29,7 +29,7 @@ class GspoLoss(Block):
     """Per sequence; ratios are much closer to 1 than a token's, and so are the bounds."""
     clip_low: float = Field(default=3e-4, gt=0, le=1)
     """Lower bound of the sequence's ratio: 1 − clip_low."""
-    clip_high: float = Field(default=4e-4, gt=0)
+    clip_high: float = Field(default=4e-4, gt=0, allow_inf_nan=True)
     """Upper bound of the sequence's ratio: 1 + clip_high."""
 
 
@@ -40,7 +40,7 @@ class CispoLoss(Block):
     """Per token."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
     """Lower bound of the weight: 1 − clip_low; none as in the paper's runs."""
-    clip_high: float = Field(default=0.28, gt=0)
+    clip_high: float = Field(default=0.28, gt=0, allow_inf_nan=True)
     """Upper bound of the weight: 1 + clip_high."""
 
 
@@ -62,11 +62,11 @@ class DppoLoss(Block):
     """Per token."""
     divergence: Literal["tv", "binary_kl"] = "tv"
     """|π − π_old| of the sampled token, or KL(π_old ‖ π) of "this token or another"."""
-    clip_low: float = Field(default=0.15, gt=0)
+    clip_low: float = Field(default=0.15, gt=0, allow_inf_nan=True)
     """A token with a negative advantage that has fallen by more has no gradient; 0.05 is usual for `binary_kl`."""
-    clip_high: float = Field(default=0.15, gt=0)
+    clip_high: float = Field(default=0.15, gt=0, allow_inf_nan=True)
     """A token with a positive advantage that has risen by more has none."""
-    cap: float = Field(default=20.0, ge=1)
+    cap: float = Field(default=20.0, ge=1, allow_inf_nan=True)
     """Largest importance weight."""
 
 
@@ -135,7 +135,7 @@ class DecoupledSettings(Block):
     `loglinear` between the sampling and the current policy, by version."""
     correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
     """Importance weights π_proximal / π_sampled above `cap` are cut to it, or their token or sequence masked."""
-    cap: float = Field(default=2.0, ge=1)
+    cap: float = Field(default=2.0, ge=1, allow_inf_nan=True)
     """Largest importance weight."""
     floor: float | None = Field(default=None, gt=0, le=1)
     """Smallest importance weight; below it tokens are cut or masked likewise."""

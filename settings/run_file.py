@@ -244,6 +244,9 @@ def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
             f"{source}: {key} looks like a secret, and the settings of a run are recorded for all to read: put it "
             "into the environment variable that its library reads (HF_TOKEN, OPENAI_API_KEY, the AWS chain)"
         )
+    for key, value in leaves(document):
+        if isinstance(value, float) and value != value:
+            raise ConfigError(f"{source}:\n  {key} = nan: NaN cannot be set; write a number")
     try:
         return RunConfig(**document)
     except ValidationError as error:

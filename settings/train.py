@@ -92,7 +92,7 @@ class TrainSettings(Block):
     """Step at which a decaying schedule ends."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """Clip the gradient's global norm to this."""
     ema: float | None = Field(default=None, gt=0, lt=1)
     """Decay of an exponential moving average of the weights, kept with the saved states; the option
@@ -100,7 +100,7 @@ class TrainSettings(Block):
     stale_policy: StalePolicy = "mask"
     """Tokens over the staleness bound: `strict` drops their group, `mask` masks them, `correct` keeps them
     under capped importance weights."""
-    max_gap: float = Field(default=1.0, gt=0)
+    max_gap: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """Mean |log-probability by engine − by trainer| per token of a shard that this very policy sampled, in nats, above
     which the shard is quarantined before it trains anything."""
     tokens_per_microbatch: int = Field(default=4096, ge=16)

@@ -13,6 +13,7 @@ import logging
 from typing import Any
 
 from infra.user_code import load_object
+from rollouts.production.prompts import task_set
 from settings.errors import InvalidInput, UserError
 from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation
@@ -29,14 +30,14 @@ class EvaluationFailed(UserError):
     """Every attempt of an evaluation failed."""
 
 
-def look_up_policy(*, store: str, run: str, version: int | None) -> tuple[dict[str, Any], int]:
-    """A run's configuration, and a policy version, by default the newest. Raises `NotFound` and `InvalidInput`."""
+def look_up_policy(*, store: str, run: str, version: int | None) -> tuple[RunLog, dict[str, Any], int]:
+    """A run's log and configuration, and a policy version, by default the newest. Raises `NotFound` and `InvalidInput`."""
     log = run_log(store=store, run=run)
-    return local_config(log), find_policy(log, version).version
+    return log, local_config(log), find_policy(log, version).version
 
 
-def check_split(*, workflow: str, dataset: str, split: str) -> None:
-    """Raise `InvalidInput` if the workflow does not know the split, or has no tasks in it."""
+def check_split(log: RunLog, *, workflow: str, dataset: str, split: str, adopt_tasks: bool) -> None:
+    """Raise `InvalidInput` if the workflow does not know the split, has no tasks in it, or others than before."""
     loaded = load_object(workflow)(dataset or None)
     try:
         tasks = loaded.tasks(split)
@@ -46,6 +47,7 @@ def check_split(*, workflow: str, dataset: str, split: str) -> None:
         tasks = []
     if not tasks:
         raise InvalidInput(f"{workflow} has no tasks in split {split!r}; name another split")
+    task_set(log.state, tasks, run=log.run_id, split=split, adopt=adopt_tasks)
 
 
 def warn_of_greedy_attempts(settings: EvaluationSettings) -> None:

@@ -158,11 +158,11 @@ class Fleet:
         """Let groups finish that the step on policy `version` would make too stale, while their engines are busy."""
         await _of_the_living(worker.call("wait_for_stragglers", version) for worker in self.workers.values())
 
-    async def evaluate(self, *, version: int, settings: EvaluationSettings) -> Evaluation:
+    async def evaluate(self, *, version: int, settings: EvaluationSettings, adopt_tasks: bool = False) -> Evaluation:
         """The held-out score of a policy version, by the evaluator, or by a worker whose engine serves this version."""
         evaluation: Evaluation
         if self.evaluator is not None:
-            evaluation = await self.evaluator.call("evaluate", settings, version)
+            evaluation = await self.evaluator.call("evaluate", settings, version, adopt_tasks=adopt_tasks)
         else:
             await self._has_workers.wait()
             evaluation = await next(iter(self.workers.values())).call("evaluate", settings)

@@ -93,9 +93,11 @@ async def produce(session: RunSession, name: str) -> None:
     retry_delay_seconds=exponential_backoff(backoff_factor=2),
     persist_result=False,
 )
-async def evaluate_policy(session: RunSession, *, version: int, settings: EvaluationSettings) -> Evaluation:
+async def evaluate_policy(
+    session: RunSession, *, version: int, settings: EvaluationSettings, adopt_tasks: bool = False
+) -> Evaluation:
     """Held-out score of a policy version; see `Fleet.evaluate`. If the worker dies, the next one does it again."""
-    evaluation = await session.fleet.evaluate(version=version, settings=settings)
+    evaluation = await session.fleet.evaluate(version=version, settings=settings, adopt_tasks=adopt_tasks)
     log_evaluation(evaluation)
     if problem := failure_of(evaluation):
         logger.warning(problem)

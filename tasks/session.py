@@ -20,7 +20,7 @@ import os
 import platform
 import sys
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from infra.cluster import Cluster
@@ -122,11 +122,11 @@ def run_log(*, store: str, run: str, appends: bool = False) -> RunLog:
 
 @contextlib.asynccontextmanager
 async def training_session(
-    config: RunConfig, *, tasks: Sequence[Any], adopt_tasks: bool = False
+    config: RunConfig, *, tasks: Mapping[str, Sequence[Any]], adopt_tasks: bool = False
 ) -> AsyncIterator[RunSession]:
     """Create or reopen a run, take its trainer lock, and make room for its engines and the trainer.
 
-    `tasks` are those to train on; see `rollouts.production.prompts.task_set`. Raises `RunExists`, `RunBusy`,
+    `tasks` are those of each split; see `rollouts.production.prompts.task_set`. Raises `RunExists`, `RunBusy`,
     `StoreError`, and `InvalidInput` for other tasks than before and for too few GPUs, before anything heavy starts.
     """
     _prepare()
@@ -134,6 +134,10 @@ async def training_session(
     document = config.model_dump(mode="json")
     log = create_run(store, config.run, document, defaults=default_values(document))
     with trainer_lock(log):
+        sets = {
+            split: task_set(log.state, members, run=log.run_id, split=split, adopt=adopt_tasks)
+            for split, members in tasks.items()
+        }
         entry = Session(
             id=uuid.uuid4().hex[:12],
             code_version=code_version(),
@@ -141,7 +145,8 @@ async def training_session(
             steps=config.steps,
             register=str(config.tracking.register),
             also=tuple(config.tracking.also),
-            tasks=task_set(log.state, tasks, run=log.run_id, adopt=adopt_tasks),
+            tasks=sets.pop("train"),
+            held_out=sets,
             host=platform.node(),
         )
         log.append(entry)

@@ -195,7 +195,7 @@ def _facts(status: dict[str, Any]) -> dict[str, str]:
         "policy": version + (f"; champion {status['champion']}" if "champion" in known else "; no champion"),
         "MLflow": f"{status['mlflow_model']} version {status['mlflow_version']}" if "mlflow_model" in known else "",
         "groups": f"{status['submitted']} submitted" + (f" = {groups}" if groups else ""),
-        "shards": f"{status['shards']} with {counted(status['trajectories'], 'training attempt')}, "
+        "shards": f"{status['shards']} with {counted(status['trajectories'], 'training row')}, "
         f"{status['quarantined']} quarantined",
         "memory": f"at most {status['peak_memory_bytes'] / 2**30:.2f} GiB in {steps}" if status["step"] else "",
         "weights": known.get("policy", ""),

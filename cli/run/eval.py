@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cli.terminal.arguments import JsonOption, StoreOption, print_json
+from cli.terminal.arguments import AdoptOption, JsonOption, StoreOption, print_json
 from cli.terminal.console import open_console
 from cli.terminal.formatting import held_out
 
@@ -23,13 +23,14 @@ def evaluate(
     num_tasks: Annotated[int | None, typer.Option(min=1, help="Most problems; by default as the run.")] = None,
     n_samples: Annotated[int | None, typer.Option(min=1, help="Attempts per problem; by default as the run.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy; by default as the run.")] = None,
+    adopt_tasks: AdoptOption = False,
     as_json: JsonOption = False,
     store: StoreOption = "",
 ) -> None:
     """Score one policy version on held-out tasks, on an engine of its own: avg@n, pass@k, failures."""
     console = open_console(stderr=as_json)
     changes = {"split": split or None, "num_tasks": num_tasks, "n_samples": n_samples, "temperature": temperature}
-    evaluation = evaluate_run(run, version=version, store=store, console=console, **changes)
+    evaluation = evaluate_run(run, version=version, store=store, console=console, adopt_tasks=adopt_tasks, **changes)
     if as_json:
         print_json(evaluation)
     else:
@@ -37,21 +38,27 @@ def evaluate(
 
 
 def evaluate_run(
-    run: str, *, version: int | None = None, store: str = "", console: Console | None = None, **changes: Any
+    run: str,
+    *,
+    version: int | None = None,
+    store: str = "",
+    adopt_tasks: bool = False,
+    console: Console | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Run the evaluation flow here and return its result.
 
     `changes` are settings of the run's own evaluation: `split`, `num_tasks`, `n_samples`, `temperature`. What cannot
-    work is refused before anything heavy starts.
+    work is refused before anything heavy starts; so are other tasks than the run has had, unless `adopt_tasks`.
     """
     from cli.run.flow import run_flow
     from flows.evaluate import evaluate, plan_evaluation
 
     changes = {key: value for key, value in changes.items() if value is not None}
-    plan_evaluation(run=run, store=store, version=version, wanted=changes)
+    plan_evaluation(run=run, store=store, version=version, wanted=changes, adopt_tasks=adopt_tasks)
     console = console or open_console()
     with console.status(f"evaluating {run}") as spinner:
-        flow = evaluate(run=run, store=store, version=version, **changes)
+        flow = evaluate(run=run, store=store, version=version, adopt_tasks=adopt_tasks, **changes)
         return run_flow(flow, console, on_interrupt=spinner.stop)
 
 

@@ -12,15 +12,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named, print_json
+from cli.terminal.arguments import AdoptOption, EvalOption, JsonOption, StoreOption, open_named, print_json
 from cli.terminal.console import open_console
 from cli.terminal.formatting import plain_table
 from settings.errors import counted
 from settings.places.hints import command
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollouts.rewards.rescoring import Rescored
     from storage.log.run_log import RunLog
+    from storage.records import Task
 
 
 def rescore(
@@ -28,6 +31,7 @@ def rescore(
     reward: Annotated[str, typer.Option(help="module:function or file.py:function of (reply, answer).")],
     name: Annotated[str, typer.Option(help="What the new rewards are called; by default like the function.")] = "",
     include_eval: EvalOption = False,
+    adopt_tasks: AdoptOption = False,
     processes: Annotated[int, typer.Option(min=0, help="Reward processes; 0: one per core.")] = 0,
     as_json: JsonOption = False,
     store: StoreOption = "",
@@ -37,7 +41,8 @@ def rescore(
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from infra.user_code import absolute_path
+    from infra.user_code import absolute_path, load_object
+    from rollouts.production.prompts import task_set
     from rollouts.rewards.rescoring import Rescoring, load_reward
     from settings.run_file import make_config
     from storage.log.runs import local_config
@@ -46,14 +51,15 @@ def rescore(
     log, console = open_named(run, store, appends=True), open_console(stderr=as_json)
     config = make_config(local_config(log), source=f"run {run}")
     function, rewards = load_reward(absolute_path(reward), name=name)
-    rescoring = Rescoring(
-        log,
-        function,
-        rewards,
-        workflow=config.workflow,
-        dataset=config.dataset,
-        eval_split=config.evaluation.split if include_eval else None,
-    )
+    workflow = load_object(config.workflow)(config.dataset or None)
+
+    def tasks_of(split: str) -> Sequence[Task]:
+        tasks: Sequence[Task] = workflow.tasks(split)
+        task_set(log.state, tasks, run=run, split=split, adopt=adopt_tasks)
+        return tasks
+
+    eval_split = config.evaluation.split if include_eval else None
+    rescoring = Rescoring(log, function, rewards, tasks_of=tasks_of, eval_split=eval_split)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with reading(log, "rescore"), Progress(*columns, console=console) as bar:
         attempts = bar.add_task(f"rewards {rewards.name}", total=rescoring.num_attempts)

@@ -26,7 +26,9 @@ def produce(
     run: str,
     name: Annotated[str, typer.Option(help="What its workers are called in the log; by default as this machine.")] = "",
     shards: Annotated[int, typer.Option(min=0, help="End after so many shards; 0: when the run has its steps.")] = 0,
-    patience: Annotated[float, typer.Option(help="Seconds without anything new in the run before this ends.")] = 3600.0,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds without anything new in the run before this ends.")
+    ] = 3600.0,
     store: StoreOption = "",
 ) -> None:
     """Make rollouts for a run that is trained on another machine; any number of these may come and go."""

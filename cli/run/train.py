@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cli.terminal.arguments import check_target, open_named, parse_overrides, print_json
+from cli.terminal.arguments import AdoptOption, check_target, open_named, parse_overrides, print_json
 from cli.terminal.console import open_console
 from cli.terminal.formatting import lasted
 from settings.errors import InvalidInput, counted
@@ -41,10 +41,7 @@ def train(
     write: Annotated[
         Path | None, typer.Option(help="With --dry-run: write all of it, defaults too, to this run file.")
     ] = None,
-    adopt_tasks: Annotated[
-        bool,
-        typer.Option("--adopt-tasks", help="Go on with other training tasks than before, from a new epoch."),
-    ] = False,
+    adopt_tasks: AdoptOption = False,
 ) -> None:
     """Train the run that a file describes, or continue it."""
     files = [run_file, *(Path(word) for word in overrides or [] if _is_run_file(word))]
@@ -166,7 +163,7 @@ def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *
     console.print(
         f"run      {run_folder}\n"
         f"shards   {run_folder}/shards: {counted(status['shards'], 'file')}, "
-        f"{counted(status['trajectories'], 'training attempt')}\n"
+        f"{counted(status['trajectories'], 'training row')}\n"
         f"model    {status['policy']}\n"
         f"MLflow   {mlflow}\n",
         soft_wrap=True,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 StoreOption = Annotated[str, typer.Option(help="Where the runs are; by default $MILLRACE_STORE, or .millrace/store.")]
 EvalOption = Annotated[bool, typer.Option("--eval", help="Held-out attempts too.")]
+AdoptOption = Annotated[bool, typer.Option("--adopt-tasks", help="Go on although the tasks are not those of before.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 TrackingOption = Annotated[str, typer.Option(help="MLflow; by default $MILLRACE_TRACKING, else .millrace's.")]
 WhereOption = Annotated[str, typer.Option(help='Only those that satisfy this SQL: "reward < 1 and num_turns > 2".')]

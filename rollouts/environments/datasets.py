@@ -6,8 +6,9 @@ to choose from. The rules are those of the `datasets` library, for JSONL and Par
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,24 @@ from rollouts.environments.rows import kind_of, read_rows
 from settings.errors import InvalidInput, NotFound, path_errors
 from storage.objects.hub import fetch_from_hub
 
-_SYNONYMS = (("train", "training"), ("validation", "valid", "dev", "val"), ("test", "testing", "eval", "evaluation"))
+_TRAIN = ("train", "training")
+_HELD_OUT = (("validation", "valid", "dev", "val"), ("test", "testing", "eval", "evaluation"))
+
+_NUMBERED = re.compile(r"(.*?)(?:([-._ ]?)\d+(?:(-of-\d+).*)?)?", re.DOTALL)
+"""A name without its number; of `train-00000-of-00002-a09b` that is `train`, and `-of-00002`."""
 
 
 def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of one split; see `read_rows` for what is in them.
 
     `dataset` is a file, which then serves every split; a folder; or a hub id, with the configuration behind it if there
-    are several (`openai/gsm8k/main`). In a folder the split is a word of its own in a file's name, or else a folder's
-    (`train.jsonl`, `test-00000-of-00001.parquet`, `dev/a.jsonl.gz`), unless README.md says it under `configs`.
+    are several (`openai/gsm8k/main`). In a folder the split is a word of its own in a file's name, or in a folder's
+    (`train.jsonl`, `test-00000-of-00001.parquet`, `dev/a.jsonl.gz`), unless README.md says it under `configs`. A file
+    whose name says that it is for training is not held out for its folder's name, nor the other way round.
 
-    Raises `InvalidInput` for what is ambiguous: several configurations, or a split in two formats; and as `read_rows`.
-    Raises `NotFound` if the folder has no such split; for a hub id also as `storage.objects.hub.fetch_from_hub`.
+    Raises `InvalidInput` for what is ambiguous: several configurations, a split in two formats, or all of a split
+    (`train`) beside others of its name (`train_old`, `train/`); and as `read_rows`. Raises `NotFound` if the folder has
+    no such split; for a hub id also as `storage.objects.hub.fetch_from_hub`.
     """
     path = Path(dataset).expanduser()
     with path_errors(f"dataset = {dataset!r}"):
@@ -34,6 +41,8 @@ def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[d
             return read_rows(path, required=required)
         if path.is_dir():
             files = files_of(path, split, dataset=dataset)
+        elif path.name in _declared(path.parent, dataset):
+            files = files_of(path.parent, split, dataset=dataset, configuration=path.name)
         else:
             owner, _, rest = dataset.partition("/")
             name, _, configuration = rest.partition("/")
@@ -47,13 +56,15 @@ def files_of(folder: Path, split: str, *, dataset: str, configuration: str = "")
     """The files of a split in a folder, in their order. Raises `InvalidInput` and `NotFound` as `read_dataset`."""
     if declared := _declared(folder, dataset):
         patterns = _patterns(declared, split, dataset=dataset, configuration=configuration)
-        files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+        files = sorted({file for each in patterns for file in folder.glob(each.lstrip("/")) if file.is_file()})
+        there = f"README.md says under `configs` that it is {', '.join(patterns) or 'none'}"
     else:
         files = _by_name(folder / configuration, split, dataset=dataset)
+        beside = sorted(each.name for each in (folder / configuration).glob("[!.]*"))
+        there = f"there are {', '.join(beside[:8]) or 'none'}{', …' if len(beside) > 8 else ''}"
     if not files:
-        raise NotFound(
-            f"{folder / configuration} has no file for split {split!r}; expected {split}.jsonl or {split}*.parquet"
-        )
+        expected = f"expected {split}.jsonl or {split}*.parquet"
+        raise NotFound(f"{folder / configuration} has no file for split {split!r}; {expected}, and {there}")
     if len(formats := {(kind_of(file), file.suffix): file.name for file in files}) > 1:
         names = " and ".join(sorted(formats.values()))
         raise InvalidInput(f"dataset = {dataset!r}: split {split!r} is there in two formats, {names}; name one file")
@@ -73,26 +84,45 @@ def _on_hub(name: str, split: str, *, configuration: str) -> list[Path]:
 
 def _words(split: str) -> tuple[str, ...]:
     """What the split may be called, its own name first."""
-    return (split, *next((words for words in _SYNONYMS if split in words), ()))
+    return (split, *next((words for words in (_TRAIN, *_HELD_OUT) if split in words), ()))
+
+
+def _says(name: str, words: Iterable[str]) -> bool:
+    """Whether one of the words is in a name as a word of its own."""
+    return re.search(rf"(?:^|[-._ 0-9])(?:{'|'.join(map(re.escape, words))})(?:[-._ 0-9]|$)", name, re.I) is not None
 
 
 def _by_name(folder: Path, split: str, *, dataset: str) -> list[Path]:
-    """The files in whose names the split is a word of its own; if there are none, those of folders of its name."""
+    """The files in whose names the split is a word of its own, and those in folders of its name."""
     relative = [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file() and kind_of(file)]
-    relative = [file for file in relative if not any(part.startswith(".") for part in file.parts)]
+    relative = [file for file in relative if not any(part.startswith((".", "__")) for part in file.parts)]
+    others = [*itertools.chain(*_HELD_OUT)] if split in _TRAIN else [*_TRAIN]
+    found: dict[Path, Path] = {}  # → itself, or the folder that is the split's
     for word in dict.fromkeys(_words(split)):
-        is_split = re.compile(rf"(?:^|[-._ 0-9]){re.escape(word)}(?:[-._ 0-9]|$)", re.IGNORECASE).search
-        if found := {file: file.parent for file in relative if is_split(file.name)}:
+        for file in relative:
+            above = [number for number, part in enumerate(file.parts[:-1], start=1) if _says(part, [word])]
+            if _says(file.name, [word]) or (above and not _says(file.name, others)):
+                found[file] = Path(*file.parts[: above[-1]]) if above else file
+        if found:
             break
-        above = {file: [i for i, part in enumerate(file.parts[:-1]) if is_split(part)] for file in relative}
-        if found := {file: Path(*file.parts[: places[-1]]) for file, places in above.items() if places}:
-            break
-    if len(places := sorted({str(place) for place in found.values()})) > 1:
+    if len(parents := sorted({str(place.parent) for place in found.values()})) > 1:
         raise InvalidInput(
-            f"dataset = {dataset!r}: split {split!r} is there in several configurations, {', '.join(places)}; name "
-            f"one, such as dataset = {f'{dataset}/{places[-1]}'!r}"
+            f"dataset = {dataset!r}: split {split!r} is there in several configurations, {', '.join(parents)}; name "
+            f"one, such as dataset = {f'{dataset}/{parents[-1]}'!r}"
         )
-    return [folder / file for file in found]
+    series: dict[tuple[str, ...], list[Path]] = {}  # files whose names differ in their number alone
+    for file, place in found.items():
+        stem = place.name.lower().partition(kind_of(file))[0] if place == file else f"{place.name.lower()}/"
+        if match := _NUMBERED.fullmatch(stem):
+            series.setdefault(match.groups(default=""), []).append(file)
+    whole = {name: files for name, files in series.items() if name[0] in (word.lower(), f"{word.lower()}/")}
+    are_splits = all(of for *_, of in series)  # as in `train-0-of-2` and `train_sft-0-of-1`
+    series = whole if are_splits and whole else series
+    if len(series) > 1 and (are_splits or whole):
+        names = " or ".join(sorted(found[files[0]].as_posix() for files in series.values()))
+        fix = "name one file, or say in README.md under `configs` which files it is"
+        raise InvalidInput(f"dataset = {dataset!r}: split {split!r} may be {names}; {fix}")
+    return sorted(folder / file for files in series.values() for file in files)
 
 
 def _declared(folder: Path, dataset: str) -> dict[str, dict[str, Any]]:
@@ -104,15 +134,16 @@ def _declared(folder: Path, dataset: str) -> dict[str, dict[str, Any]]:
 
     try:
         configs = DatasetCard.load(readme).data.to_dict().get("configs")
+        return {str(each["config_name"]): each for each in configs or () if "data_files" in each}
     except Exception as error:  # of YAML and of the library, which has no class for it
-        raise InvalidInput(f"dataset = {dataset!r}: the head of {readme} cannot be read: {error}") from error
-    return {each["config_name"]: each for each in configs or () if "data_files" in each}
+        raise InvalidInput(f"dataset = {dataset!r}: the head of {readme} cannot be read: {error!r}") from error
 
 
 def _patterns(declared: dict[str, dict[str, Any]], split: str, *, dataset: str, configuration: str) -> list[str]:
     """The paths that a configuration has for a split."""
     defaults = [name for name, each in declared.items() if each.get("default") or name == "default"]
-    chosen = configuration or (next(iter(declared)) if len(declared) == 1 else next(iter(defaults), ""))
+    only = list(declared) if len(declared) == 1 else defaults
+    chosen = configuration or (only[0] if len(only) == 1 else "")
     if chosen not in declared:
         raise InvalidInput(
             f"dataset = {dataset!r} has the configurations {', '.join(declared)}"

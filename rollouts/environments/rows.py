@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +18,36 @@ from settings.errors import InvalidInput
 _COMPRESSIONS = (".gz", ".zst", ".bz2")
 _ENCODINGS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 """By the mark a file begins with; without one it is UTF-8."""
+_LFS_POINTER = b"version https://git-lfs"
+"""What Git puts in a file's place until Git LFS has fetched it."""
 
 
 def kind_of(file: Path) -> str:
     """`.jsonl` or `.parquet`, also below a compression; empty for any other file."""
     plain = file.with_suffix("") if file.suffix in _COMPRESSIONS else file
-    return plain.suffix if plain.suffix in (".jsonl", ".parquet") else ""
+    return kind if (kind := plain.suffix.lower()) in (".jsonl", ".parquet") else ""
 
 
 def read_rows(file: Path, *, required: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of one JSONL or Parquet file, also of .jsonl.gz and .jsonl.zst.
 
     Values of the keys in `required` are text: a number or a truth value as JSON writes it, a conversation that is one
-    message of the user as that message. A key may name a nested one: `reward_model.ground_truth`, under which its value
-    then is too. Other keys are as they are in the file.
+    message of the user as that message. A key may name a nested one, also in a list: `reward_model.ground_truth`,
+    `prompt.0.content`; its value is under that name too. Other keys are as they are in the file.
 
-    Raises `InvalidInput` with the number of the line for what cannot be read, for a key that is missing or empty, and
-    for a value that is no text.
+    Raises `InvalidInput` with the number of the line for what cannot be read, for a key that is missing, empty or NaN,
+    and for a value that is no text.
     """
+    with open(file, "rb") as begin:
+        if begin.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise InvalidInput(f"{file} is a pointer of Git LFS and not the data; `git lfs pull` fetches them")
     rows = []
     for number, row in _parquet_rows(file) if kind_of(file) == ".parquet" else _json_rows(file):
         where = f"{file}, line {number}"
         if not isinstance(row, dict):
             raise InvalidInput(f"{where}: a {type(row).__name__} instead of an object with keys")
         values = {key: _value(row, key) for key in required}
-        missing = [key for key, value in values.items() if value is None or not str(value).strip()]
+        missing = [key for key, value in values.items() if value is None or value != value or not str(value).strip()]
         if missing:
             raise InvalidInput(f"{where}: {' and '.join(map(repr, missing))} missing or empty")
         rows.append(row | {key: _as_text(value, key, where) for key, value in values.items()})
@@ -49,27 +56,38 @@ def read_rows(file: Path, *, required: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _value(row: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, or of a nested one; None if there is none."""
-    if key in row or "." not in key:
-        return row.get(key)
+def _value(row: Any, key: str) -> Any:
+    """The value of a key, or of one in a key or a place of a list; None if there is none."""
+    if isinstance(row, list):
+        row = {str(number): each for number, each in enumerate(row)}
+    if not isinstance(row, Mapping):
+        return None
     head, _, rest = key.partition(".")
-    return _value(row[head], rest) if isinstance(row.get(head), Mapping) else None
+    return row[key] if key in row else _value(row.get(head), rest) if rest else None
 
 
 def _as_text(value: Any, key: str, where: str) -> str:
     match value:
         case str():
             return value
-        case bool() | int() | float():
-            return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
+        case float() if value.is_integer():
+            return _as_text(Decimal(repr(value + 0.0)), key, where)  # no −0
+        case Decimal() if value.is_finite():
+            whole, point, part = f"{value:f}".partition(".")
+            return f"{whole}{point}{part}".rstrip("0").rstrip(".") if part else whole
+        case bool() | int() | float() if math.isfinite(value):
+            return json.dumps(value)
         case [{"role": "user", "content": str(content)}]:
             return content
         case [{"role": _}, *_]:
             roles = ", ".join(str(each.get("role")) for each in value)
-            fix = f"leave {key!r} out of `required`, and build the messages in `run`"
-            raise InvalidInput(f"{where}: {key!r} is a conversation of {roles}, and a prompt is one text; {fix}")
-    raise InvalidInput(f"{where}: {key!r} is a {type(value).__name__}, not text; name a key in it, such as {key}.name")
+            problem = f"a conversation of {roles}, and a prompt is one text; name its parts, such as {key}.0.content"
+        case Mapping() | list() if value:
+            inner = next(iter(value)) if isinstance(value, Mapping) else 0
+            problem = f"a {type(value).__name__}, not text; name a key in it, such as {key}.{inner}"
+        case _:
+            problem = f"{value!r}, not text; write it as text"
+    raise InvalidInput(f"{where}: {key!r} is {problem}")
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
@@ -101,7 +119,8 @@ def _json_rows(file: Path) -> Iterator[tuple[int, Any]]:
         try:
             yield number, json.loads(text)
         except json.JSONDecodeError as error:
-            raise InvalidInput(f"{file}, line {number}: not JSON ({error.msg}); mend or remove the line") from None
+            fix = "mend or remove the line" if kind_of(file) else "files are JSON lines or Parquet"
+            raise InvalidInput(f"{file}, line {number}: not JSON ({error.msg}); {fix}") from None
 
 
 def _lines(data: bytes, newline: bytes) -> Iterator[bytes]:

@@ -15,6 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from fractions import Fraction
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,6 +33,7 @@ GROUPS_PER_SHARD = 256
 _MOST_VOTES = 500
 LONGEST_ERROR = 500  # characters
 
+Outcome = TypeVar("Outcome")
 Commit = Callable[[str, list[RolloutGroup], float], Awaitable[object]]
 """(shard id, groups, wall-clock seconds they took) → committed."""
 
@@ -87,10 +90,8 @@ def _ways_to_lose(sizes: Sequence[int], silent: int, *, times: int, most: int) -
         before_LQ, ways_LQ = ways_LQ, np.zeros_like(ways_LQ)
         for drawn in range(min(size, most, times if votes else most) + 1):
             level = int(votes and drawn == times)
-            end_L, end_Q = len(before_LQ) - level, most + 1 - drawn
-            ways_LQ[level:, drawn:] += math.comb(size, drawn) * before_LQ[:end_L, :end_Q]
-    shared_Q: np.ndarray = (ways_LQ / np.arange(1, len(ways_LQ) + 1)[:, None]).sum(0)
-    return shared_Q
+            ways_LQ[level:, drawn:] += math.comb(size, drawn) * before_LQ[: len(ways_LQ) - level, : most + 1 - drawn]
+    return np.asarray((ways_LQ / np.arange(1, len(ways_LQ) + 1)[:, None]).sum(0))
 
 
 class Tally:
@@ -98,6 +99,7 @@ class Tally:
 
     def __init__(self, n_samples: int) -> None:
         self._n_samples = n_samples
+        self._ks = [2**power for power in range(n_samples.bit_length())]
         self._sum = Fraction()
         self._sum_of_squares = Fraction()
         self._num_correct: Counter[int] = Counter()
@@ -133,39 +135,28 @@ class Tally:
         return math.sqrt(variance / self.num_tasks)
 
     @property
-    def _ks(self) -> list[int]:
-        return [2**power for power in range(self._n_samples.bit_length())]
-
-    @property
     def pass_at(self) -> dict[str, float]:
         """Mean pass@k over problems for k = 1, 2, 4, … up to the attempts per problem."""
-        return self._mean_chances(pass_at_k)
+        return self._means(self._num_correct, self._each(pass_at_k))
 
     @property
     def pass_all(self) -> dict[str, float]:
         """Mean pass^k, for the same k."""
-        return self._mean_chances(pass_hat_k)
+        return self._means(self._num_correct, self._each(pass_hat_k))
 
     @property
     def maj_at(self) -> dict[str, float]:
         """Mean maj@k, for the same k; empty without votes, and above 500 attempts, whose ways no float counts."""
         if self._n_samples > _MOST_VOTES or not any(self._answers):
             return {}
-        rows = [
-            [count * chance for chance in majority_at_k(answers, num_attempts=self._n_samples, ks=self._ks)]
-            for answers, count in self._answers.items()
-        ]
-        return {str(k): math.fsum(column) / self.num_tasks for k, *column in zip(self._ks, *rows, strict=True)}
+        return self._means(self._answers, partial(majority_at_k, num_attempts=self._n_samples, ks=self._ks))
 
-    def _mean_chances(self, chance: Callable[..., float]) -> dict[str, float]:
-        means = {}
-        for k in self._ks:
-            chances = [
-                count * chance(num_attempts=self._n_samples, num_correct=num_correct, k=k)
-                for num_correct, count in self._num_correct.items()
-            ]
-            means[str(k)] = math.fsum(chances) / self.num_tasks
-        return means
+    def _each(self, chance: Callable[..., float]) -> Callable[[int], list[float]]:
+        return lambda correct: [chance(num_attempts=self._n_samples, num_correct=correct, k=k) for k in self._ks]
+
+    def _means(self, outcomes: Counter[Outcome], chances: Callable[[Outcome], list[float]]) -> dict[str, float]:
+        rows = [[count * chance for chance in chances(outcome)] for outcome, count in outcomes.items()]
+        return {str(k): math.fsum(column) / self.num_tasks for k, *column in zip(self._ks, *rows, strict=True)}
 
 
 def _answers(group: RolloutGroup) -> tuple[tuple[int, int], ...]:

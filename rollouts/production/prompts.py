@@ -44,18 +44,18 @@ def epoch_order(seed: int, epoch: int, num_tasks: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_tasks)
 
 
-def task_set(state: RunState, tasks: Sequence[Task], *, run: str, adopt: bool = False) -> TaskSet:
-    """The training tasks as the next session of a run records them.
+def task_set(state: RunState, tasks: Sequence[Task], *, run: str, split: str = "train", adopt: bool = False) -> TaskSet:
+    """The tasks of a split as the run records them from now on.
 
-    Raises `InvalidInput` if they are other than those of the run, unless `adopt`: then they begin a new epoch behind
-    everything that was asked.
+    Raises `InvalidInput` if they are other than those of the run, unless `adopt`: then those of `train` begin a new
+    epoch behind everything that was asked.
     """
     given = TaskSet(
         count=len(tasks),
         sha256=sha256_of_json([[task.id, task.prompt, task.answer, task.metadata] for task in tasks]),
         ids_sha256=sha256_of_json([task.id for task in tasks]),
     )
-    recorded = state.task_set
+    recorded = state.task_set(split)
     if recorded is None or recorded.sha256 == given.sha256:
         return recorded or given
     if not adopt:
@@ -65,10 +65,14 @@ def task_set(state: RunState, tasks: Sequence[Task], *, run: str, adopt: bool = 
             change = f"there were {recorded.count:,}, and now there are {given.count:,}"
         else:
             change = "there are as many, with other ids or in another order"
+        where = ("its prompt order would name others", " from a new epoch")
+        why, how = where if split == "train" else ("scores would be of other problems than before", "")
         raise InvalidInput(
-            f"the training tasks are not those that run {run!r} has had: {change}; its prompt order would name "
-            "others. Put the data back, or go on with these from a new epoch: --adopt-tasks"
+            f"the tasks of split {split!r} are not those that run {run!r} has had: {change}; {why}. Put the data back, "
+            f"or go on with these{how}: --adopt-tasks"
         )
+    if split != "train":
+        return given
     asked = max(state.positions, default=-1) + 1
     last_epoch = recorded.first_epoch + (asked - recorded.first_position) // recorded.count
     # Epochs are left out for the positions before `asked` that came to nothing: no group's id occurs twice.

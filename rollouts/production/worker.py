@@ -19,6 +19,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from infra.user_code import load_object
@@ -301,18 +302,24 @@ class RolloutWorker:
             await self.refresh()
         return update
 
-    async def evaluate(self, settings: EvaluationSettings, version: int | None = None) -> Evaluation:
+    async def evaluate(
+        self, settings: EvaluationSettings, version: int | None = None, *, adopt_tasks: bool = False
+    ) -> Evaluation:
         """Score held-out tasks with one policy version only, store the trajectories and log the result.
 
         It is the version that is loaded; a worker that only evaluates may load another `version` first. Publications
         and further calls wait until it is over. Raises `rollouts.production.evaluation.MixedVersions`, and
-        `InvalidInput` for an empty split or a version the run does not have, or not any more.
+        `InvalidInput` for an empty split, other tasks than the run has had unless `adopt_tasks`, or a version the run
+        does not have, or not any more.
         """
+        split, tasks = settings.split, self.player.workflow.tasks(settings.split)
         async with self.served.pin:
             if version is not None:
                 await self.served.load(version)
             async with self.lock:
                 await self._head_start.call_back()
+                look = partial(task_set, run=self.log.run_id, split=split, adopt=adopt_tasks)
+                asked = await asyncio.to_thread(look, self.log.state, tasks)
             sampling = dataclasses.replace(self._executor.sampling, temperature=settings.temperature)
 
             async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
@@ -320,7 +327,7 @@ class RolloutWorker:
                     await self._write(shard_id, groups, sampling=sampling, wall_seconds=seconds, is_eval=True)
 
             evaluation = await evaluate_tasks(
-                itertools.islice(self.player.workflow.tasks(settings.split), settings.num_tasks),
+                itertools.islice(tasks, settings.num_tasks),
                 player=self.player,
                 version=self.served.version,
                 settings=settings,
@@ -329,6 +336,7 @@ class RolloutWorker:
                 shard_bytes=self.config.rollout.shard_bytes,
                 commit=commit,
             )
+            evaluation = dataclasses.replace(evaluation, tasks=asked)
             async with self.lock:
                 await asyncio.to_thread(self.log.append, evaluation)
             return evaluation

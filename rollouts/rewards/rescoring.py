@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from settings.errors import InvalidInput
 from storage.log.entries import Rescore, Shard
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of_file
+from storage.records import Task
 from storage.shards.reward_sets import (
     SCORED_COLUMNS,
     Attempt,
@@ -126,27 +127,24 @@ class Rescoring:
         function: Callable[..., Any],
         rewards: RewardSet,
         *,
-        workflow: str,
-        dataset: str,
+        tasks_of: Callable[[str], Sequence[Task]],
         eval_split: str | None,
     ) -> None:
-        """`eval_split` is the split of evaluation shards without an evaluation in the log; None leaves evaluation
-        shards out."""
+        """`tasks_of` a split are the workflow's. `eval_split` is that of evaluation shards without an evaluation in the
+        log; None leaves evaluation shards out."""
         check_name(log, rewards)
         self._log = log
         self._function = function
         self._result = Rescored(rewards=rewards)
         self._shards = self._choose(eval_split)
-        loaded = load_object(workflow)(dataset or None)
         splits = dict.fromkeys(split for split, _ in self._shards)
-        self._answers = {split: {task.id: task.answer for task in loaded.tasks(split)} for split in splits}
+        self._answers = {split: {task.id: task.answer for task in tasks_of(split)} for split in splits}
         for split, shard in self._shards:
             for group in shard.groups:
                 if group.usable and group.prompt_id not in self._answers[split]:
                     raise InvalidInput(
-                        f"prompt {group.prompt_id!r} of shard {shard.id} is not in split {split!r} of {workflow}: the "
-                        "data set has changed since this run, so its answer is unknown. Put the data set of the run "
-                        "back"
+                        f"prompt {group.prompt_id!r} of shard {shard.id} is not in split {split!r}: the data set "
+                        "has changed since this run, so its answer is unknown. Put the data set of the run back"
                     )
 
     @property

@@ -4,8 +4,8 @@
     Claim ──one optimizer step──▶ Step ─────┼─▶ LogEntry, one numbered JSON file
     Policy, Evaluation, Alias, Rescore, … ──┘
 
-A new kind is a class here, named in `Entry`, and a `case` in `RunState._change`. It has a `case` in `conflicts` too if
-its retry can be recognised, or if it can contradict the log.
+A new kind is a class here, named in `Entry`, and a `case` in `RunState._change`; and one in `conflicts` if its retry
+can be recognised, or it can contradict the log.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ class Policy:
     version: int
     """0 is the base model; every step makes the next one."""
     path: str
-    """Folder in the store: `runs/<run>/policies/<version>-<attempt>`, or `models/<name>` for a base model. The version
-    of a step that had nothing to train shares its parent's folder."""
+    """In the store: `runs/<run>/policies/<version>-<attempt>`, the parent's if nothing trained, or `models/<name>`."""
     weights_sha256: str
     """Digest of the safetensors content; equal weights have equal digests."""
     parent: int | None
@@ -96,8 +95,7 @@ class Policy:
     anchor: int | None = None
     """Version that the folder's `delta.safetensors` is a difference to; None if the folder has whole weights."""
     reference: str = ""
-    """Folder in the store with the model that `train.reference.model` named when the run began; empty without one, and
-    in logs from before this was recorded."""
+    """Folder in the store of the model that `train.reference.model` named when the run began; empty if not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +174,6 @@ class Evaluation:
     shard_id: str
     """The first of its shards; see `shard_ids`."""
     seconds: float
-    """Wall-clock."""
     n_samples: int = 0
     """Attempts per task; 0 in logs from before this was recorded."""
     pass_at: dict[str, float] = field(default_factory=dict)
@@ -192,6 +189,8 @@ class Evaluation:
     """k → pass^k, the unbiased estimate of how often all of k attempts are correct; k as in `pass_at`."""
     maj_at: dict[str, float] = field(default_factory=dict, metadata=LATER)
     """k → maj@k: how often the answer that most of k attempts gave is correct; empty if no attempt has a vote."""
+    tasks: TaskSet | None = field(default=None, metadata=LATER)
+    """All tasks of the split; None in logs from before this was recorded."""
 
     @property
     def shard_ids(self) -> list[str]:
@@ -270,7 +269,7 @@ class Retire:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSet:
-    """The training tasks of a session, and where in the prompt order they begin."""
+    """The tasks of a split; of those to train on, also where in the prompt order they begin."""
 
     count: int
     sha256: str
@@ -302,6 +301,8 @@ class Session:
     """Where metrics go beside MLflow, see `tracking.also`."""
     tasks: TaskSet | None = field(default=None, metadata=LATER)
     """What its prompts are of; None in logs from before this was recorded."""
+    held_out: dict[str, TaskSet] = field(default_factory=dict, metadata=LATER)
+    """By split, what its evaluations are of."""
 
 
 @dataclass(frozen=True, kw_only=True)

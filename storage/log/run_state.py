@@ -141,10 +141,18 @@ class RunState:
         """Groups ready to be claimed."""
         return sum(1 for group_id in self.pending if self.groups[group_id].accepted)
 
-    @property
-    def task_set(self) -> records.TaskSet | None:
-        """What prompts are of since the newest session that says it."""
-        return next((session.tasks for session in reversed(self.sessions) if session.tasks), None)
+    def task_set(self, split: str = "train") -> records.TaskSet | None:
+        """The tasks of a split since the newest session that says it, or else the newest evaluation."""
+        for session in reversed(self.sessions):
+            if found := session.tasks if split == "train" else session.held_out.get(split):
+                return found
+        return next((each.tasks for each in reversed(self.evaluations) if each.split == split and each.tasks), None)
+
+    def evaluations_of(self, split: str) -> list[records.Evaluation]:
+        """Those of a split that asked the tasks it has now; of older ones nobody knows what they asked."""
+        now = self.task_set(split)
+        of_split = [each for each in self.evaluations if each.split == split]
+        return [each for each in of_split if not (now and each.tasks) or each.tasks.sha256 == now.sha256]
 
     def free_positions(self, count: int) -> list[int]:
         """The first positions of the prompt order that are neither committed nor leased."""

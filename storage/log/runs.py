@@ -254,12 +254,13 @@ def _parsed(document: bytes, *, source: str) -> dict[str, Any]:
 
 
 def own_scores(log: RunLog, config: dict[str, Any]) -> list[Evaluation]:
-    """Evaluations with a score on the run's own split, by policy version: what "before" and "after" mean of a run.
+    """Evaluations with a score on the run's own split and its present tasks, by policy version: what "before" and
+    "after" mean of a run.
 
     `config` is the run's configuration, see `run_config`.
     """
     split = config.get("evaluation", {}).get("split", "test")
-    scores = [each for each in log.state.evaluations if not each.failed and each.split == split]
+    scores = [each for each in log.state.evaluations_of(split) if not each.failed]
     return sorted(scores, key=lambda evaluation: evaluation.version)
 
 

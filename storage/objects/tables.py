@@ -28,8 +28,20 @@ def read_unpacked(file: Path) -> bytes:
 
 
 def read_parquet_rows(file: Path) -> list[dict[str, Any]]:
-    """All rows of a Parquet file."""
+    """All rows of a Parquet file. A number of 32 bits becomes the shortest decimal that means it: 0.1."""
     import pyarrow.parquet as pq
 
-    rows: list[dict[str, Any]] = pq.read_table(file).to_pylist()
+    table = pq.read_table(file)
+    if (texts := _with_float32_as(pa.struct(table.schema), pa.string())) != pa.struct(table.schema):
+        numbers = _with_float32_as(pa.struct(table.schema), pa.float64())
+        table = table.cast(pa.schema(texts)).cast(pa.schema(numbers))
+    rows: list[dict[str, Any]] = table.to_pylist()
     return rows
+
+
+def _with_float32_as(kind: pa.DataType, other: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_with_float32_as(field.type, other)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_with_float32_as(kind.value_type, other)))
+    return other if pa.types.is_float32(kind) else kind

@@ -98,7 +98,9 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     probe(store := open_store(store_uri(config.store)))
     is_new = not store.exists(f"runs/{config.run}/run.json")
     if not is_new:
-        task_set(open_run(store, config.run).state, tasks["train"], run=config.run, adopt=adopt_tasks)
+        state = open_run(store, config.run).state
+        for split, members in tasks.items():
+            task_set(state, members, run=config.run, split=split, adopt=adopt_tasks)
     check_batch(config, len(tasks["train"]), is_new=is_new)
     try:
         check_tracking(tracking_uri(config.tracking.uri))

@@ -14,6 +14,7 @@ import asyncio
 import builtins
 import contextlib
 import functools
+import json
 import logging
 import re
 import sys
@@ -87,7 +88,7 @@ def errors_of_users(what: str, function: Callable[..., object] | None = None) ->
 
 
 def check_tasks(tasks: Sequence[Task], split: str, *, where: str) -> None:
-    """Raise `InvalidInput` for the first task of a split whose fields are not text, or whose id another one has.
+    """Raise `InvalidInput` for the first task of a split whose fields are not text or JSON, or whose id another has.
 
     `where` is the file and line that made them.
     """
@@ -99,6 +100,11 @@ def check_tasks(tasks: Sequence[Task], split: str, *, where: str) -> None:
                 fix = "build messages in `run`" if name == "prompt" else f"use str({name})"
                 what = f"task {task.id!r} of split {split!r}: {name} is a {type(value).__name__}, not text"
                 raise InvalidInput(f"{what}: {fix}, at {where}")
+        try:
+            json.dumps(task.metadata)
+        except (TypeError, ValueError) as error:
+            what = f"task {task.id!r} of split {split!r}: its metadata are no JSON ({error})"
+            raise InvalidInput(f"{what}; use text, at {where}") from None
     if doubled := [name for name, count in Counter(task.id for task in tasks).items() if count > 1]:
         raise InvalidInput(
             f"{len(doubled)} task ids of split {split!r} occur more than once, for example {doubled[0]!r}: prompt "

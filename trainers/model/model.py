@@ -112,8 +112,11 @@ def load_model(
     decoder layers, or one whose packed logprobs are not those of transformers' own forward pass.
     """
     causal_lm, told = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=dtype, attn_implementation="eager", output_loading_info=True
+        str(folder), dtype=dtype, attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True
     )
+    for name, stored, wanted in sorted(told["mismatched_keys"]):
+        its = f"{list(stored)} in its files and {list(wanted)} by its config.json"
+        raise InvalidInput(f"{folder}: {name} is of shape {its}; copy or download the folder again")
     if drawn := set(told["missing_keys"]) & {name for name, _ in causal_lm.named_parameters()}:
         raise InvalidInput(f"{folder} lacks {min(drawn)}, which {type(causal_lm).__name__} would draw at random")
     if not hasattr(getattr(causal_lm, "model", None), "layers"):

@@ -64,7 +64,8 @@ def refuse_unstored(causal_lm: nn.Module, folder: Path) -> None:
     if other := names - stored.keys():
         raise InvalidInput(
             f"{what} stores its weights under other names than it computes with ({min(other)} is not in its files), so "
-            "its policies could not be served; train adapters (train.lora), or use a model without experts"
+            "its policies could not be served; save it anew with transformers' save_pretrained, and if it has experts, "
+            "train adapters (train.lora)"
         )
     if narrow := {name for name in names if stored[name] not in TRAINABLE}:
         raise InvalidInput(

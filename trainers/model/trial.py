@@ -61,6 +61,8 @@ def replace_attention(model: Any, folder: Path) -> None:
             raise InvalidInput(f"{refusal} {change} ({error})") from error
     is_exact = next(causal_lm.parameters()).dtype in (torch.float32, torch.float64)
     log_p = torch.cat(parts).float().log_softmax(-1)
+    if log_p.isnan().any():
+        raise InvalidInput(f"{refusal} gives NaN, so its weights are damaged; copy or download the folder again")
     gap = (logprobs - log_p.gather(1, targets[:, None])[:, 0]).abs().max()
     if not gap < (1e-3 if is_exact else 0.5):
         raise InvalidInput(f"{refusal}: log-probabilities of a pack are {gap:.2g} nats off; it {change}")

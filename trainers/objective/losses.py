@@ -85,6 +85,7 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossO
 
     s_i = exp(mean_t log ρ_t) over the trained tokens of sequence i; surrogate_t = min(s A, clip(s) A)
 
+    A sequence is a row: of an attempt whose history was forked, each branch is likely after a context of its own.
     Each token's gradient goes through its own log-probability: s_t = sg(s_i) · π_t / sg(π_t), sg stops the gradient
     (GSPO-token). With the same advantage, weight and importance at all tokens of a sequence, value and gradient are
     those of the sequence objective, under any aggregation: `sequence_mean` is the paper's mean over sequences,

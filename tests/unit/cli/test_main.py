@@ -180,6 +180,9 @@ def test_a_count_that_cannot_be_is_refused_by_its_option(log: RunLog) -> None:
         assert "Invalid value" in printed(f"eval run {options}", status=2)
     options = "--reward rollouts.rewards.answers:exact --processes -1"
     assert "Invalid value" in printed(f"rescore run {options}", status=2)
+    for what in ("promote run --max-gap nan", "produce run --patience nan", "traj export run --margin nan"):
+        assert "greater than or equal to 0" in printed(what, status=2), what
+    assert "should be a finite number" in printed("eval run --temperature inf", status=2)
 
 
 def test_a_data_file_with_a_broken_line_names_the_line(home: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from examples.arithmetic import Arithmetic
@@ -13,6 +14,8 @@ from rollouts.production.engine_choice import fitted_to_model, model_config, num
 from rollouts.workflow import Score, Workflow
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig, load_run_file
+from storage.log.entries import Session, TaskSet
+from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore, StoreError
 from storage.records import Message, Task
 from tasks.checks import preflight, trial
@@ -53,6 +56,23 @@ def test_what_cannot_work_is_refused_and_the_rest_passes(tmp_path: Path) -> None
         preflight.check_run(_config(store=str(tmp_path), run="a/b c"))
     with pytest.raises(InvalidInput, match=r"Silent\.demonstrations\(1, seed=0\) returned no conversation"):
         preflight.check_run(a_config(workflow=f"{__name__}:Silent", store=str(tmp_path)))
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_other_tasks_than_those_of_the_run_are_refused_or_adopted(tmp_path: Path, split: str) -> None:
+    config, other = _config(store=str(tmp_path)), TaskSet(count=3, sha256="", ids_sha256="")
+    sets = {"tasks": other} if split == "train" else {"held_out": {"test": other}}
+    log = create_run(LocalStore(tmp_path), config.run, config.model_dump(mode="json"))
+    log.append(Session(id="s", code_version="", **sets))
+    with pytest.raises(InvalidInput, match=f"split '{split}' are not those .* there were 3, .* --adopt-tasks"):
+        preflight.check_run(config)
+    preflight.check_run(config, adopt_tasks=True)
+
+
+def test_a_task_whose_metadata_no_digest_can_be_of_is_named() -> None:
+    for value in ({1, 2}, np.int64(3), object()):
+        with pytest.raises(InvalidInput, match="of split .train.: its metadata are no JSON .*; use text, at x:1"):
+            trial.check_tasks([Task(id="a", prompt="?", metadata={"n": value})], "train", where="x:1")  # type: ignore[dict-item]
 
 
 def test_lengths_that_were_set_must_fit_the_model_and_others_are_cut_to_it(tmp_path: Path) -> None:

@@ -282,20 +282,36 @@ _NUMBERS = [
 ]
 
 
+_BOUNDS = ("train.loss.clip_high", "train.loss.cap", "train.decoupled.cap", "train.max_grad_norm", "train.max_gap")
+_BOUNDS += ("evaluation.gate_gap",)
+
+
 @pytest.mark.parametrize("key", _NUMBERS, ids=lambda key: f"{key.kind}.{key.name}")
-def test_true_false_and_nan_are_no_numbers(key: Key) -> None:
+def test_true_false_and_nan_are_no_numbers_and_infinity_is_a_bound(key: Key) -> None:
     """Python's True is 1: a run would train with it, and say nothing."""
     table = key.name.rpartition(".")[0]
     kind = {"train.reference.kind": "base", **({f"{table}.kind": key.kind} if key.kind else {})}
-    for value, words in ((True, "true and false are no numbers"), (False, "no numbers"), (float("nan"), "NaN cannot")):
-        with pytest.raises(ConfigError, match=rf"(?s){re.escape(key.name)}.*{words}"):
+    words = {True: "true and false are no numbers", False: "no numbers", math.nan: "NaN cannot"}
+    bound = key.name in _BOUNDS or (key.name == "train.loss.clip_low" and key.kind == "dppo")
+    words[2**63] = "too large"
+    words |= {} if bound else dict.fromkeys((math.inf, -math.inf, "inf"), "should be|must be|valid")
+    for value, problem in words.items():
+        with pytest.raises(ConfigError, match=rf"(?s){re.escape(key.name)}.*({problem})"):
             load_run_file({"workflow": "a:B"}, {**kind, key.name: value})
+    if bound:
+        assert load_run_file({"workflow": "a:B"}, {**kind, key.name: math.inf})
 
 
 def test_numbers_inside_tables_and_lists_are_checked_and_what_may_be_a_bool_is_one() -> None:
     for changes in ({"reward.weights": {"style": True}}, {"train.reject": [{"high": True}]}):
         with pytest.raises(ConfigError, match="true and false are no numbers"):
             load_run_file({"workflow": "a:B"}, changes)
-    free = {"engine.vllm": {"enforce_eager": True}, "train.compile": True, "max_staleness": float("inf")}
+    for changes in ({"reward.weights": {"style": math.inf}}, {"train.reject": [{"high": math.inf}]}):
+        with pytest.raises(ConfigError, match="should be a finite number"):
+            load_run_file({"workflow": "a:B"}, changes)
+    for key in ("engine.vllm.gpu_memory_utilization", "engine.chat_template_kwargs.x", "train.loss.arguments.x"):
+        with pytest.raises(ConfigError, match=f"{key} = nan: NaN cannot be set"):  # nor would the run continue itself
+            load_run_file({"workflow": "a:B"}, {key: math.nan})
+    free = {"engine.vllm": {"enforce_eager": True}, "train.compile": True, "train.max_gap": math.inf}
     config = load_run_file({"workflow": "a:B"}, free)
-    assert (config.engine.vllm, config.train.compile, config.max_staleness) == ({"enforce_eager": True}, True, math.inf)
+    assert (config.engine.vllm, config.train.compile, config.train.max_gap) == ({"enforce_eager": True}, True, math.inf)

@@ -65,7 +65,7 @@ async def test_how_a_session_ended_is_in_the_log(
     cluster.refusal = error if at_start else None
     config = a_config(store=str(tmp_path), steps=3, workflow="examples.arithmetic:Arithmetic")
     with pytest.raises(type(error)):
-        async with training_session(config, tasks=[]):
+        async with training_session(config, tasks={"train": [], "test": []}):
             raise error
     state = open_run(LocalStore(tmp_path), config.run).state
     assert state.ended is not None and state.ended.session_id == state.sessions[-1].id
@@ -81,7 +81,7 @@ async def test_a_store_that_fails_does_not_hide_the_error_it_caused(
 
     with pytest.raises(KeyError, match="answr"):
         config = a_config(store=str(tmp_path), workflow="examples.arithmetic:Arithmetic")
-        async with training_session(config, tasks=[]):
+        async with training_session(config, tasks={"train": [], "test": []}):
             monkeypatch.setattr(RunLog, "append", append)
             raise KeyError("answr")
     assert "the end of this session could not be told" in caplog.text

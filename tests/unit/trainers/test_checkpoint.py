@@ -139,8 +139,11 @@ def test_a_base_model_in_several_files_is_trained_averaged_and_gone_back_to(
             {"lm_head.weight": torch.ones(16, 32)},
             "an output matrix of its own in its files, while",
         ),
+        ({"model.norm.weight": torch.ones(16)}, r"is of shape \[16\] in its files and \[32\] by its config"),
+        ({"model.norm.weight": torch.full((32,), torch.nan)}, "gives NaN, so its weights are damaged"),
+        ({"model.norm.weight": None, "norm.weight": torch.ones(32)}, "save it anew with"),
     ],
-    ids=["missing", "too narrow", "tied to another"],
+    ids=["missing", "too narrow", "tied to another", "of another shape", "NaN", "under another name"],
 )
 def test_a_base_that_could_not_be_written_as_it_is_read_is_refused(
     tmp_path: Path, change: dict[str, torch.Tensor | None], what: str

@@ -11,7 +11,7 @@ from rich.console import Console
 from cli.run.eval import print_evaluation
 from flows.evaluate import plan_evaluation
 from settings.run_file import make_config
-from storage.log.entries import Retire, to_json
+from storage.log.entries import Retire, TaskSet, to_json
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
@@ -43,6 +43,9 @@ def test_what_cannot_work_is_one_sentence(log: RunLog, monkeypatch: pytest.Monke
         "run --split empty": "no tasks in split 'empty'",
     }
     assert_refused("eval {}", refused)
+    log.append(an_evaluation(1, 0.5, split="test", tasks=TaskSet(count=3, sha256="", ids_sha256="")))
+    assert_refused("eval {}", {"run": "there were 3, and now there are 200; scores would be of other problems"})
+    assert plan_evaluation(run="run", store="", version=None, wanted={}, adopt_tasks=True)[1] == 1
 
 
 def test_what_is_not_wanted_is_as_the_run_evaluates(log: RunLog) -> None:

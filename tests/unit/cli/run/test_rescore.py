@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from rollouts.production.prompts import task_set
 from settings.run_file import default_values
+from storage.log.entries import Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
-from storage.records import Message
+from storage.records import Message, Task
 from tests.builders import a_group, a_trajectory
 from tests.unit.cli.builders import assert_refused, commit, printed
-from tests.unit.rollouts.rewards.test_rescoring import WORKFLOW
+from tests.unit.rollouts.rewards.test_rescoring import WORKFLOW, Numbers
 
 REWARDS = """
 def half(reply, answer):
@@ -53,6 +55,19 @@ def test_the_report_compares_old_and_new(log: RunLog, file: Path) -> None:
     assert list(log.refresh().rescored) == ["half"]
     file.write_text(REWARDS + "# edited\n")
     assert "--name half-2" in printed(f"rescore run --reward {file}:half", status=2)
+
+
+def test_other_answers_than_the_runs_are_refused_or_adopted(
+    log: RunLog, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.append(Session(id="s", code_version="", tasks=task_set(log.state, Numbers().tasks("train"), run="run")))
+    printed(f"rescore run --reward {file}:half")
+    monkeypatch.setattr(Numbers, "tasks", lambda *_: [Task(id=f"task{n}", prompt="?", answer="7") for n in range(10)])
+    refused = printed(f"rescore run --reward {file}:half --name other", status=2)
+    assert "an answer or metadata is another" in refused and "--adopt-tasks" in refused
+    assert list(log.refresh().rescored) == ["half"]
+    printed(f"rescore run --reward {file}:half --name other --adopt-tasks")
+    assert list(log.refresh().rescored) == ["half", "other"]
 
 
 def test_the_same_in_json_and_a_second_time(log: RunLog, file: Path) -> None:

@@ -52,6 +52,12 @@ _TWICE = ("main/train-0.jsonl", "main/test-0.jsonl", "socratic/train-0.jsonl")
         (("test.jsonl", "eval.jsonl"), "test", "test.jsonl"),
         (("TRAIN.jsonl", ".cache/train.jsonl", "train.txt"), "train", "TRAIN.jsonl"),
         (("hard.jsonl", "harder.jsonl"), "hard", "hard.jsonl"),
+        (("x-test/train.jsonl", "x-test/a.jsonl"), "test", "x-test/a.jsonl"),
+        (("train/train-0.jsonl", "train/b.jsonl", "train/eval.jsonl"), "train", "train/b.jsonl train/train-0.jsonl"),
+        (("train-0-of-1-f00.jsonl", "train_sft-0-of-1.jsonl"), "train", "train-0-of-1-f00.jsonl"),
+        (("train_sft-0-of-1.jsonl", "train-0-of-1.jsonl"), "train_sft", "train_sft-0-of-1.jsonl"),
+        (("b_train.jsonl", "a_train.jsonl", "__old/train.jsonl"), "train", "a_train.jsonl b_train.jsonl"),
+        (("d/train.JSONL", "._train.jsonl"), "train", "d/train.JSONL"),
     ],
 )  # fmt: skip
 def test_a_split_is_a_word_of_its_own(tmp_path: Path, names: tuple[str, ...], split: str, found: str) -> None:
@@ -64,6 +70,19 @@ def test_a_split_is_a_word_of_its_own(tmp_path: Path, names: tuple[str, ...], sp
     [
         (("train.jsonl", "train.parquet"), "", "in two formats, train.jsonl and train.parquet; name one file"),
         (("train.jsonl", "train.jsonl.gz"), "", "in two formats, train.jsonl and train.jsonl.gz"),
+        (
+            ("train.jsonl", "train_old.jsonl"),
+            "",
+            "may be train.jsonl or train_old.jsonl; name one file, or say in README.md",
+        ),
+        (("train.jsonl", "train (1).jsonl"), "", r"may be train \(1\).jsonl or train.jsonl"),
+        (("train.jsonl", "train-0.jsonl"), "", "may be train-0.jsonl or train.jsonl"),
+        (("train.jsonl", "train/a.jsonl"), "", "may be train or train.jsonl"),
+        (("train-0-of-1.jsonl", "train-0-of-2.jsonl"), "", "may be train-0-of-1.jsonl or train-0-of-2.jsonl"),
+        (("train_sft-0-of-1.jsonl", "train_dpo-0-of-1.jsonl"), "", "may be train_dpo-0-of-1.jsonl or train_sft-0-of-1"),
+        (_TWICE, _CARD.replace("main\n", "2024\n").replace("socratic\n", "2025\n"), "configurations 2024, 2025; name"),
+        (_TWICE, _CARD.replace("  data_files", "  default: true\n  data_files"), "configurations main, socratic; name"),
+        (_TWICE, _CARD.replace("config_name: main", "data_dir: x"), "cannot be read: KeyError"),
         (_TWICE, "", "in several configurations, main, socratic; name one, such as dataset = '.*/socratic'"),
         (_TWICE, _CARD, "has the configurations main, socratic; name one, such as dataset = '.*/main'"),
         (("train.jsonl",), "---\nconfigs: [\n---\n", "the head of .*README.md cannot be read"),
@@ -80,8 +99,18 @@ def test_a_card_says_which_files_are_a_splits_as_for_the_datasets_library(tmp_pa
     theirs = load_dataset(folder, cache_dir=str(tmp_path / "cache"))
     assert ours == {split: list(rows["from"]) for split, rows in theirs.items()}
     assert ours == {"train": ["main/train-0.jsonl"], "test": ["main/test-0.jsonl"]}
-    with pytest.raises(NotFound, match="no file for split 'validation'"):
+    with pytest.raises(
+        NotFound, match="no file for split 'validation'; .* README.md says under `configs` that it is none"
+    ):
         read_dataset(folder, "validation", required=[])
+    with pytest.raises(NotFound, match=r"expected a.jsonl or a\*.parquet, and there are train.csv, train.json"):
+        read_dataset(_folder(tmp_path / "other", "train.json", "train.csv"), "a", required=[])
+
+
+def test_a_configuration_of_a_folder_is_named_behind_it_wherever_its_files_are(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, *_TWICE, card=_CARD.replace("config_name: main", "config_name: plain"))
+    for name, files in (("plain", ["main/train-0.jsonl"]), ("socratic", ["socratic/train-0.jsonl"])):
+        assert [row["from"] for row in read_dataset(f"{folder}/{name}", "train", required=[])] == files
 
 
 @pytest.mark.parametrize("card", ["", _CARD])

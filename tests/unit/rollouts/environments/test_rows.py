@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,7 +23,7 @@ _USER = [{"role": "user", "content": "2+3="}]
     ("value", "text"),
     [
         *((0, "0"), (False, "false"), (True, "true"), (18, "18"), (1.5, "1.5"), (18.0, "18"), (-3, "-3"), (" a", " a")),
-        (_USER, "2+3="),
+        *((1e23, "1" + "0" * 23), (-0.0, "0"), (_USER, "2+3=")),
     ],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -30,13 +31,41 @@ def test_numbers_truth_values_and_a_users_message_are_text(
     tmp_path: Path, value: object, text: str, suffix: str
 ) -> None:
     file = tmp_path / f"rows.{suffix}"
-    row = {"answer": value, "kept": 7, "reward_model": {"ground_truth": value, "style": "rule"}}
+    row = {"answer": value, "kept": 7, "reward_model": {"ground_truth": value, "style": "rule"}, "all": [value]}
     if suffix == "jsonl":
         file.write_text(json.dumps(row))
     else:
         pq.write_table(pa.Table.from_pylist([row]), file)
-    (read,) = read_rows(file, required=["answer", "reward_model.ground_truth"])
-    assert read == row | {"answer": text, "reward_model.ground_truth": text}
+    (read,) = read_rows(file, required=["answer", "reward_model.ground_truth", "all.0"])
+    assert read == row | {"answer": text, "reward_model.ground_truth": text, "all.0": text}
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [
+        (pa.array([0.1], pa.float32()), "0.1"),
+        (pa.array([[16777216.0]], pa.list_(pa.float32())), "16777216"),
+        (pa.array([{"0": 1e-7}], pa.struct({"0": pa.float32()})), "1e-07"),
+        (pa.array([Decimal("18.00")]), "18"),
+        (pa.array([Decimal("100")]), "100"),
+        (pa.array([Decimal("0.1234567890123456789012345678901230")]), "0.123456789012345678901234567890123"),
+        (pa.array(["x"]).dictionary_encode(), "x"),
+    ],
+    ids=str,
+)
+def test_numbers_of_a_parquet_column_are_written_as_people_write_them(
+    tmp_path: Path, column: pa.Array, text: str
+) -> None:
+    pq.write_table(pa.table({"a": column}), tmp_path / "a.parquet")
+    key = "a.0" if pa.types.is_nested(column.type) else "a"
+    assert read_rows(tmp_path / "a.parquet", required=[key])[0][key] == text
+
+
+def test_a_system_message_and_a_question_are_read_by_their_places(tmp_path: Path) -> None:
+    prompt = [{"role": "system", "content": "Be brief."}, *_USER]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt}))
+    (row,) = read_rows(tmp_path / "a.jsonl", required=["prompt.0.content", "prompt.1.content"])
+    assert row == {"prompt": prompt, "prompt.0.content": "Be brief.", "prompt.1.content": "2+3="}
 
 
 @pytest.mark.parametrize(
@@ -73,15 +102,22 @@ def test_any_text_is_read_back_in_any_encoding(
         (b"[1, 2]", "line 1: a list instead of an object"),
         (b'{"q": null}', "line 1: 'q' missing or empty"),
         (b'{"q": "  "}', "line 1: 'q' missing or empty"),
-        (b'{"q": {"a": 1}}', "line 1: 'q' is a dict, not text; name a key in it, such as q.name"),
-        (b'{"q": [1, 2]}', "line 1: 'q' is a list, not text"),
+        (b'{"q": {"a": 1}}', "line 1: 'q' is a dict, not text; name a key in it, such as q.a"),
+        (b'{"q": [1, 2]}', "line 1: 'q' is a list, not text; name a key in it, such as q.0"),
+        (b'{"q": NaN}', "line 1: 'q' missing or empty"),
+        (b'{"q": -Infinity}', "line 1: 'q' is -inf, not text; write it as text"),
+        (b'{"q": []}', r"line 1: 'q' is \[\], not text"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid",
+            " is a pointer of Git LFS and not the data; `git lfs pull`",
+        ),
         (
             b'{"q": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}',
-            "conversation of system, user",
+            "conversation of system, user, and a prompt is one text; name its parts, such as q.0.content",
         ),
         (b"\n\n", "has no rows"),
     ],
-    ids=range(9),
+    ids=range(13),
 )
 def test_what_is_no_text_is_refused_with_file_and_line(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollouts.production.prompts import PromptOrder, epoch_order, task_set
 from settings.errors import InvalidInput
-from storage.log.entries import Session, TaskSet
+from storage.log.entries import Evaluation, Session, TaskSet, from_json, to_json
 from storage.log.run_log import RunLog
 from storage.records import Task
 from tests.builders import a_log, a_shard, a_summary
@@ -51,7 +52,7 @@ def _session(log: RunLog, tasks: list[Task], *, adopt: bool = False) -> TaskSet:
     return found
 
 
-@pytest.mark.parametrize(
+_CHANGES = pytest.mark.parametrize(
     ("tasks", "change"),
     [
         (TASKS[:4], "there were 5, and now there are 4"),
@@ -61,6 +62,9 @@ def _session(log: RunLog, tasks: list[Task], *, adopt: bool = False) -> TaskSet:
         ([*TASKS[:4], Task(id="task4", prompt="", metadata={"a": "b"})], "a prompt, an answer or metadata is another"),
     ],
 )
+
+
+@_CHANGES
 def test_other_tasks_than_before_are_refused_or_begin_an_epoch_of_their_own(tasks: list[Task], change: str):
     log = a_log()
     assert _session(log, TASKS) == _session(log, TASKS)
@@ -78,3 +82,34 @@ def test_other_tasks_than_before_are_refused_or_begin_an_epoch_of_their_own(task
     assert fresh[0].position == 3 and 1 < fresh[0].epoch < 4
     assert {each.task.id for each in fresh[1 : 1 + len(tasks)]} == {task.id for task in tasks}, "a whole epoch"
     assert not {each.group_id for each in fresh} & {each.group_id for each in asked}
+
+
+def _evaluation_of(tasks: TaskSet) -> Evaluation:
+    facts = {
+        "version": 0,
+        "split": "dev",
+        "score": 0.0,
+        "num_tasks": 1,
+        "num_failed": 0,
+        "shard_id": "e",
+        "seconds": 1.0,
+    }
+    return from_json(Evaluation, {**facts, "tasks": to_json(tasks)})
+
+
+@_CHANGES
+def test_other_held_out_tasks_are_refused_or_adopted(tasks: list[Task], change: str):
+    held_out = functools.partial(task_set, run="run", split="dev")
+    asked = held_out(a_log().state, TASKS)
+    for entry in (Session(id="s", code_version="", held_out={"dev": asked}), _evaluation_of(asked)):
+        log = a_log()
+        log.append(entry)
+        assert held_out(log.state, TASKS) == asked and task_set(log.state, tasks, run="run", split="hard")
+        with pytest.raises(InvalidInput, match=f"of split 'dev' are not .*{change}; scores would be .*--adopt-tasks"):
+            held_out(log.state, tasks)
+        adopted = held_out(log.state, tasks, adopt=True)
+        assert (adopted.count, adopted.first_position) == (len(tasks), 0)
+        assert len(log.state.evaluations_of("dev")) == len(log.state.evaluations)
+        log.append(Session(id="t", code_version="", held_out={"dev": adopted}))
+        assert log.state.evaluations_of("dev") == []  # scores of other problems
+        assert held_out(log.state, tasks) == adopted

@@ -21,8 +21,9 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.prompts import PromptOrder
 from rollouts.production.worker import RolloutWorker
 from rollouts.workflow import Score, Workflow, workflow_context
+from settings.errors import InvalidInput
 from settings.evaluation import EvaluationSettings
-from storage.log.entries import Join, Lease, Pause, Policy, Quarantine, Resume, Session, Shard, Step
+from storage.log.entries import Join, Lease, Pause, Policy, Quarantine, Resume, Session, Shard, Step, TaskSet
 from storage.log.producers import withdraw
 from storage.log.run_state import Conflict
 from storage.objects.digests import DIGEST_FILE, DigestMismatch, seal_folder
@@ -608,8 +609,14 @@ async def test_a_worker_on_an_older_version_evaluates_it_with_the_evaluations_ow
     run.train()
     async with run.worker(version=0) as worker:
         evaluation = await worker.evaluate(EvaluationSettings(split="test", num_tasks=10, n_samples=2, temperature=0.0))
+        other = TaskSet(count=3, sha256="", ids_sha256="")
+        worker.log.append(Session(id="other", code_version="", held_out={"test": other}))
+        with pytest.raises(InvalidInput, match="there were 3, and now there are 2"):
+            await worker.evaluate(_HELD_OUT)
+        adopted = await worker.evaluate(_HELD_OUT, adopt_tasks=True)
+    assert evaluation.tasks == adopted.tasks and evaluation.tasks is not None and evaluation.tasks.count == 2
     state = run.log.refresh()
-    assert state.evaluations == [evaluation]
+    assert state.evaluations == [evaluation, adopted]
     # Of four attempts two fail and count as 0, the others earn 0 and 1.
     assert (evaluation.version, evaluation.score, evaluation.num_tasks, evaluation.num_failed) == (0, 0.25, 2, 2)
     table = read_shard(run.log, state.shards[evaluation.shard_id])

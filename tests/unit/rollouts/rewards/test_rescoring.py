@@ -97,7 +97,7 @@ def _rescore(
     num_processes: int = 2,
 ) -> Rescored:
     function, rewards = load_reward(reward, name=name)
-    work = Rescoring(log, function, rewards, workflow=WORKFLOW, dataset="", eval_split=eval_split)
+    work = Rescoring(log, function, rewards, tasks_of=Numbers().tasks, eval_split=eval_split)
     reported: list[int] = []
     result = asyncio.run(work.run(num_processes=num_processes, timeout=timeout, on_attempts=reported.append))
     assert result.skipped or sum(reported) == work.num_attempts
@@ -194,7 +194,7 @@ def test_evaluation_shards_are_scored_when_asked_with_the_answers_of_their_split
 
 def test_a_prompt_the_data_set_does_not_have_is_an_error_before_anything_is_scored(log: RunLog, file: Path) -> None:
     _commit(log, "s3", [11])
-    with pytest.raises(ValueError, match=r"prompt 'task11' of shard s3 is not in split 'train' of .*Numbers"):
+    with pytest.raises(ValueError, match=r"prompt 'task11' of shard s3 is not in split 'train'"):
         _rescore(log, f"{file}:longer")
     assert not (file.parent / "calls").exists() and not log.state.rescored
 
