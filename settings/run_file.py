@@ -205,7 +205,7 @@ def _read(path: Path) -> dict[str, Any]:
             if path.is_dir():
                 raise ConfigError(f"run file {path} is a folder; name a file in it, such as {path / 'my.toml'}")
             return absolute_paths(tomllib.loads(path.read_text(encoding="utf-8")), path.absolute().parent)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 

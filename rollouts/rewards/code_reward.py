@@ -28,6 +28,7 @@ from rollouts.sandbox.sandbox import (
     write_text,
 )
 from settings.errors import InvalidInput
+from settings.foreign_json import read_json
 
 
 def unit_tests(
@@ -81,7 +82,7 @@ def _read(tests: str) -> tuple[str, list[tuple[str, str]], str]:
     Raises `InvalidInput`.
     """
     try:
-        data: Any = json.loads(tests)
+        data: Any = read_json(tests)
     except ValueError:
         data = None
     match data:
@@ -143,7 +144,7 @@ def _calls(name: str, cases: list[tuple[Any, Any]]) -> str:
     """Tests that call a function, as code."""
     try:
         calls = [
-            [[json.loads(line) for line in given.splitlines() if line.strip()], json.loads(expected)]
+            [[read_json(line) for line in given.splitlines() if line.strip()], read_json(expected)]
             if isinstance(given, str)
             else [[*given], expected]
             for given, expected in cases

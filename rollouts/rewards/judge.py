@@ -140,7 +140,7 @@ class Judge:
         except openai.APIError as error:
             cause = error.__cause__ or error
             return None, f"{type(cause).__name__} {cause}"
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return None, f"an answer that is no JSON: {error}"
         try:
             choice = answer.choices[0]
@@ -202,7 +202,7 @@ def verdict_in(text: str) -> float | None:
     while start >= 0:
         try:
             value, end = json.JSONDecoder().raw_decode(text, start)
-        except ValueError:
+        except (ValueError, RecursionError):
             value, end = {}, start + 1
         if "score" in value:
             scores.append(value["score"])

@@ -28,6 +28,7 @@ from rollouts.chat.tools import ToolUnavailable, tool
 from rollouts.sandbox.sandbox import SandboxedProcess, own_folder, require_sandbox, run_script, write_text
 from rollouts.sandbox.solution import exception_of
 from settings.errors import InvalidInput
+from settings.foreign_json import read_json
 
 SECONDS = 10.0
 """Wall-clock of a program of `run_python`; keep `rollout.tool_timeout` above it."""
@@ -85,32 +86,35 @@ def _call(function: str, arguments: dict[str, Any], *, seconds: float, memory_gb
     with own_folder("tool") as folder:
         (folder / "work").mkdir()
         write_text(folder / "work" / "arguments.json", text)
-        with (folder / "answer").open("w+b") as answer, (folder / "errors").open("w+b") as errors:
+        with (folder / "answer").open("w+b") as written, (folder / "errors").open("w+b") as errors:
             process = SandboxedProcess(
                 "function",
                 folder / "work",
                 seconds=seconds,
                 memory_gb=memory_gb,
                 stderr=errors,
-                pass_fds=[answer.fileno()],
+                pass_fds=[written.fileno()],
                 function=function,
             )
             status = process.wait(deadline)
         has_started = process.missing() is not None
-        line = (folder / "answer").read_text()
+        line = (folder / "answer").read_bytes()
         last_error = (folder / "errors").read_text(errors="replace").rstrip().rpartition("\n")[2]
+    if status is None and process.excess:
+        raise RuntimeError(f"stopped: {process.excess}")
     if status is None:
-        raise (
-            RuntimeError(f"stopped: {process.excess}")
-            if process.excess
-            else TimeoutError(f"stopped after {seconds:g} s")
-        )
+        raise TimeoutError(f"stopped after {seconds:g} s")
     if not has_started:
         raise ToolUnavailable(f"{function}: a sandbox ended before it called the function: {last_error}")
     if status or not line:
         raise RuntimeError(f"ended with status {status}: {last_error}")
-    result = json.loads(line)
-    if "error" not in result:
-        return result["value"]
-    kind, message = result["error"]
-    raise ToolUnavailable(message) if kind == ToolUnavailable.__name__ else exception_of(kind, message)
+    try:  # the function holds the file, and its arguments may have made it write there
+        answer = read_json(line)
+    except ValueError:
+        answer = None
+    match answer:
+        case {"value": value}:
+            return value
+        case {"error": [str(kind), str(text)]}:
+            raise ToolUnavailable(text) if kind == ToolUnavailable.__name__ else exception_of(kind, text)
+    raise RuntimeError("it wrote something that is no answer")

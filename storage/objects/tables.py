@@ -28,8 +28,13 @@ def read_unpacked(file: Path) -> bytes:
 
 
 def read_parquet_rows(file: Path) -> list[dict[str, Any]]:
-    """All rows of a Parquet file."""
+    """All rows of a Parquet file. Raises `ValueError` if it cannot be read."""
     import pyarrow.parquet as pq
 
-    rows: list[dict[str, Any]] = pq.read_table(file).to_pylist()
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(file).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # it is not there, or may not be read
+            raise
+        raise ValueError(f"it is no Parquet file, or damaged: {error}") from error
     return rows
