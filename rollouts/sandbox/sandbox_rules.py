@@ -4,7 +4,7 @@ In: the folder it may write to, and limits. Out: a list of the rights it could n
 
     rlimits      CPU seconds, address space, file size, open files, no core, no locked memory, no queues of the user
     capabilities dropped, if the process is root
-    Landlock     files: write access in its own folder only, read access there and to Python and its packages
+    Landlock     files: write access in its own folder only, read access there, to /usr, Python and its packages
     seccomp      no sockets, no new processes, no signals to others, no ptrace, no changed owners or modes; of calls
                  that do many things (`fcntl`, `ioctl`, `prctl`, `open`) only those that are listed
     cgroup v2    all memory together, and threads, if a group for it was made (`cgroups.py`)

@@ -88,12 +88,13 @@ def _opened(process: int) -> _Files:
 def _mapped(process: int, folder: Path) -> _Files:
     """Files that a process has only in its memory, without a name or a descriptor, as large as what it sees of them."""
     files: _Files = {}
-    inside, removed = f" {folder.resolve()}/", " (deleted)"
-    for line in Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines():
+    inside, removed = os.fsencode(f" {folder.resolve()}/"), b" (deleted)"
+    memory = Path(f"/proc/{process}/maps").read_bytes()
+    for line in memory.splitlines() if removed in memory else []:
         if line.endswith(removed) and inside in line:
             span, _, _, device, number, *_ = line.split(maxsplit=5)
-            start, end = (int(address, 16) for address in span.split("-"))
-            major, minor = (int(part, 16) for part in device.split(":"))
+            start, end = (int(address, 16) for address in span.split(b"-"))
+            major, minor = (int(part, 16) for part in device.split(b":"))
             file = os.makedev(major, minor), int(number)
             files[file] = files.get(file, 0) + end - start
     return files
