@@ -40,13 +40,18 @@ from rollouts.rewards.scoring import RewardFailed
 from settings.errors import InvalidInput
 from settings.run_file import as_toml, load_run_file
 from storage.log.history import decode_entry
+from storage.log.run_log import RunLog
+from storage.objects.digests import DIGEST_FILE, DigestMismatch, read_seal
+from storage.objects.tables import ipc_bytes
+from storage.shards.reward_sets import SCHEMA as REWARDS
+from storage.shards.reward_sets import DamagedRewards, _decode
 from storage.shards.schema import BadShard
 from tests.builders import SAMPLING, MemoryStore, a_config, a_group, a_log, a_step, commit, provenance
 from tests.shard_files import decode_shard, encode_shard
 from tests.unit.rollouts.chat.template_families import tokenizer_of
 from tests.unit.rollouts.scripted_text import ADD, Brackets, a_chat
 
-MOST_SECONDS = 20.0
+MOST_SECONDS = 60.0
 """Of one input, on a busy machine; they take milliseconds."""
 
 
@@ -385,6 +390,15 @@ _TESTS = [
 ]
 
 
+def _seals() -> list[bytes]:
+    return [json.dumps({"weights_sha256": "0" * 64, "files": {"model.safetensors": "f" * 64}}).encode()]
+
+
+def _rewards() -> list[bytes]:
+    columns = {field.name: pa.nulls(3, field.type) for field in REWARDS}
+    return [ipc_bytes(pa.table(columns, schema=REWARDS), compression="zstd")]
+
+
 def _shards() -> list[bytes]:
     return [encode_shard([a_group(0), a_group(1)], provenance=provenance(), sampling=SAMPLING)]
 
@@ -404,6 +418,10 @@ PARSERS = {
     ),
     "log entry": Parser(_entries, lambda data, _: decode_entry(data, number=0), (ValueError, KeyError, TypeError)),
     "shard": Parser(_shards, lambda data, _: decode_shard(data, name="s"), (BadShard,)),
+    "rewards of a shard": Parser(
+        _rewards, lambda data, _: _decode(data, log=RunLog(MemoryStore(), "run"), key="k"), (DamagedRewards,)
+    ),
+    "seal": Parser(_seals, _in_file(DIGEST_FILE, lambda file: read_seal(file.parent)), (DigestMismatch,)),
     "run file": Parser(lambda: [as_toml(a_config()).encode()], _in_file("run.toml", load_run_file), (InvalidInput,)),
     "rows": Parser(_lines, _in_file("rows.jsonl", _rows), (InvalidInput,)),
     "packed rows": Parser(lambda: [gzip.compress(x) for x in _lines()], _in_file("r.jsonl.gz", _rows), (InvalidInput,)),
