@@ -17,7 +17,7 @@ from typing import Any
 from rollouts.chat.plain_text import PlainText
 from rollouts.chat.tool_parsing import ParsedReply
 from settings.errors import InvalidInput
-from settings.foreign_json import read_json
+from settings.redaction import read_json
 from storage.objects.digests import sha256_of, sha256_of_json
 from storage.records import Message
 

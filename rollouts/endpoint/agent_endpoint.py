@@ -42,8 +42,7 @@ from rollouts.endpoint.token_bytes import token_bytes
 from rollouts.engines.engine import EngineError
 from rollouts.workflow import Score
 from settings.errors import InvalidInput
-from settings.foreign_json import read_json
-from settings.redaction import well_formed_data
+from settings.redaction import read_json, well_formed_data
 
 _MOST_DEPTH = 100
 """Of lists and objects in each other in a body; pydantic writes no deeper ones than 255."""

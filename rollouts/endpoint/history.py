@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rollouts.chat.chat import Reply
 from rollouts.endpoint.openai_wire import Call, CalledFunction, Refused, WireMessage
-from settings.foreign_json import read_json
+from settings.redaction import read_json
 from storage.records import Message
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from settings.errors import InvalidInput
-from settings.foreign_json import read_json
+from settings.redaction import read_json
 
 _COMPRESSIONS = (".gz", ".zst", ".bz2")
 _ENCODINGS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))

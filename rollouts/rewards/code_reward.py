@@ -28,7 +28,7 @@ from rollouts.sandbox.sandbox import (
     write_text,
 )
 from settings.errors import InvalidInput
-from settings.foreign_json import read_json
+from settings.redaction import read_json
 
 
 def unit_tests(

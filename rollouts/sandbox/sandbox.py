@@ -106,7 +106,8 @@ class SandboxedProcess:
 def run_script(
     code: str, given: str, folder: Path, *, deadline: float, memory_gb: float, shows_errors: bool = False
 ) -> tuple[int | None, str]:
-    """Run a program in a sandbox, with `given` on its standard input. Its files are in `folder`, which may be new.
+    """Run a program in a sandbox, with `given` on its standard input. Its files are in `folder`, which may be new, and
+    are removed at its end: a reward runs one after the other, and their files must not add up.
 
     Returns its exit status, None if it was killed at `deadline` (`time.monotonic`) or for using too much, and its
     output; `shows_errors` adds its error output, and how it ended unless with 0. Raises `RuntimeError` if it never
@@ -130,6 +131,7 @@ def run_script(
         status = process.wait(deadline)
     check_started(process.missing() is not None)
     printed = (folder / "stdout").read_text(encoding="utf-8", errors="replace")
+    _remove(folder)
     if status == 0 or not shows_errors:
         return status, printed
     killed = f"stopped: {process.excess}" if process.excess else f"stopped after {seconds:.3g} s"
@@ -139,17 +141,22 @@ def run_script(
 
 @contextlib.contextmanager
 def own_folder(purpose: str) -> Iterator[Path]:
-    """A folder for foreign code, removed with whatever that made of it: unreadable folders, or ten thousand in each
-    other, at which Python's own removal ends in a `RecursionError`."""
+    """A folder for foreign code, removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix=f"millrace-{purpose}-"))
     try:
         yield folder
     finally:
-        with contextlib.suppress(OSError, RecursionError):
-            shutil.rmtree(folder)
-        if folder.exists():
-            for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-                subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder with whatever foreign code made of it: unreadable folders, or ten thousand in each other, at
+    which Python's own removal ends in a `RecursionError`."""
+    with contextlib.suppress(OSError, RecursionError):
+        shutil.rmtree(folder)
+    if folder.exists():
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def write_text(file: Path, text: str) -> None:

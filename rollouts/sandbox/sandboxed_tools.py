@@ -28,7 +28,7 @@ from rollouts.chat.tools import ToolUnavailable, tool
 from rollouts.sandbox.sandbox import SandboxedProcess, own_folder, require_sandbox, run_script, write_text
 from rollouts.sandbox.solution import exception_of
 from settings.errors import InvalidInput
-from settings.foreign_json import read_json
+from settings.redaction import read_json
 
 SECONDS = 10.0
 """Wall-clock of a program of `run_python`; keep `rollout.tool_timeout` above it."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
-from settings.foreign_json import read_json
+from settings.redaction import read_json
 from storage.log.entries import ENTRY_KINDS, Entry, LogEntry, from_json, to_json
 
 K = TypeVar("K")

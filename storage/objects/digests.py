@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from settings.errors import UserError
-from settings.foreign_json import read_json
+from settings.redaction import read_json
 
 DIGEST_FILE = "digest.json"
 WEIGHTS_FILE = "model.safetensors"

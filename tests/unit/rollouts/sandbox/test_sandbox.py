@@ -200,7 +200,8 @@ def test_all_files_together_and_threads_are_limited_and_nothing_stays(statement:
     code += f"for name in map(str, itertools.count()):\n    {statement}\n"
     with own_folder("test") as folder:
         deadline = time.monotonic() + 30.0
-        status, printed = run_script(code, "", folder, deadline=deadline, memory_gb=1.0, shows_errors=True)
+        status, printed = run_script(code, "", folder / "0", deadline=deadline, memory_gb=1.0, shows_errors=True)
+        assert not [*folder.iterdir()], "files of several runs do not add up"
     assert (status, printed.splitlines()[-1]) == (None, f"[stopped: more than {EXCESSES[statement]}]")
     assert not folder.exists()
 
@@ -259,10 +260,15 @@ def test_users_without_any_privilege_get_the_same_sandbox():
     code = """
 import os, socket, tempfile
 from pathlib import Path
+from rollouts.sandbox.sandbox import own_folder
 from rollouts.sandbox.sandbox_rules import lock_down
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
+with own_folder("test") as unreadable:
+    (unreadable / "a").mkdir(0o300)
+    (unreadable / "a" / "b").mkdir(0o300)
+print(unreadable.exists(), flush=True)
 with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
     if os.fork() == 0:
         print(lock_down(Path(folder), seconds=10.0, memory_gb=1.0))
@@ -276,4 +282,4 @@ with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as o
     os.wait()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "[]\nrefused\nrefused\nrefused\nrefused\n4\n", done.stderr
+    assert done.stdout == "False\n[]\nrefused\nrefused\nrefused\nrefused\n4\n", done.stderr
