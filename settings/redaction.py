@@ -1,5 +1,6 @@
 """What must not be shown: passwords in addresses, and the values of secrets in the environment. And what cannot be
-written: half of a surrogate pair, as in a file name that is no UTF-8 or in "\\ud83d" of a JSON file.
+written: half of a surrogate pair, as in a file name that is no UTF-8 or in "\\ud83d" of a JSON file. And JSON that
+others wrote, which Python's `json` refuses in four kinds of errors.
 
 In: text on its way out, as a log message, an error or a recorded sentence. Out: the same, with `***` for each secret.
 A secret comes from the environment alone: a run file is recorded, so a key of it that looks like one is refused.
@@ -7,6 +8,7 @@ A secret comes from the environment alone: a run file is recorded, so a key of i
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -64,6 +66,40 @@ def well_formed_data(data: Any) -> Any:
             return tuple(map(well_formed_data, data))
         case _:
             return data
+
+
+def read_json(text: str | bytes, *, most_depth: int | None = None) -> Any:
+    """Read JSON. Raises `json.JSONDecodeError`, a `ValueError`, for whatever is wrong with it.
+
+    With `most_depth` lists and objects in each other may be no deeper.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error), "", 0) from None
+    level = [data] if most_depth is not None else []
+    for _ in range((most_depth or 0) + 1):
+        level = [inner for each in level for inner in _inside(each)]
+    if level:
+        raise _too_deep()
+    return data
+
+
+def _inside(data: Any) -> Any:
+    match data:
+        case dict():
+            return data.values()
+        case list():
+            return data
+    return ()
+
+
+def _too_deep() -> json.JSONDecodeError:
+    return json.JSONDecodeError("it is nested too deeply", "", 0)
 
 
 def secret_settings(document: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -55,6 +55,9 @@ class RolloutSettings(Block):
     """Seconds one tool call may take before the policy is told that it timed out."""
     tool_output_chars: int = Field(default=8192, ge=16)
     """Longer tool results are cut, with a note that says so."""
+    require_sandbox: bool = False
+    """Refuse to start on a machine that cannot isolate code that a policy wrote; `millrace doctor` tells. Otherwise a
+    start only says so, and code rewards and sandboxed tools refuse when they are called, unless `allow_unsandboxed`."""
     stall_timeout: float = Field(default=1800.0, gt=0)
     """Seconds without any progress after which the run fails with a report instead of waiting for ever."""
     lease_timeout: float = Field(default=60.0, gt=0)

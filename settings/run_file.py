@@ -199,15 +199,17 @@ def load_run_file(run: Path | dict[str, Any] | Sequence[Path], overrides: dict[s
 
 
 def _read(path: Path) -> dict[str, Any]:
+    with path_errors(f"run file {path}"):
+        if not path.exists():
+            raise ConfigError(f"no run file {path}; see examples/ for some")
+        if path.is_dir():
+            raise ConfigError(f"run file {path} is a folder; name a file in it, such as {path / 'my.toml'}")
+        data = path.read_bytes()
     try:
-        with path_errors(f"run file {path}"):
-            if not path.exists():
-                raise ConfigError(f"no run file {path}; see examples/ for some")
-            if path.is_dir():
-                raise ConfigError(f"run file {path} is a folder; name a file in it, such as {path / 'my.toml'}")
-            return absolute_paths(tomllib.loads(path.read_text(encoding="utf-8")), path.absolute().parent)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        document = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return absolute_paths(document, path.absolute().parent)
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

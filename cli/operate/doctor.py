@@ -76,7 +76,7 @@ def checks(config: RunConfig | None) -> list[tuple[str, Callable[[], Finding]]]:
     tracking = tracking_uri(config.tracking.uri if config else "")
     return [
         ("Python", check_python),
-        ("sandbox", check_sandbox),
+        ("sandbox", lambda: check_sandbox(config)),
         ("lock", check_lock),
         ("disk", check_disk),
         ("memory", check_memory),
@@ -98,14 +98,16 @@ def check_python() -> Finding:
     return Finding(platform.python_version(), "" if is_new else "install Python 3.11 or newer and run make again")
 
 
-def check_sandbox() -> Finding:
+def check_sandbox(config: RunConfig | None) -> Finding:
     """Can foreign code be run without a network and without a way out of its folder?"""
-    from rollouts.sandbox.sandbox import sandbox_report
+    from rollouts.sandbox.sandbox import kernel_features, sandbox_report
 
     # Only rewards that run code need it, and those refuse by themselves: no failure.
     if missing := sandbox_report():
-        return Finding(f"rewards that run a reply's code will refuse: {'; '.join(missing)}")
-    return Finding("code of a reply runs under Landlock and seccomp")
+        fix = "run where Landlock and seccomp are allowed, or without rollout.require_sandbox"
+        is_needed = config is not None and config.rollout.require_sandbox
+        return Finding(f"rewards that run a reply's code will refuse: {'; '.join(missing)}", fix if is_needed else "")
+    return Finding(f"code of a reply runs under {kernel_features()}")
 
 
 def check_lock() -> Finding:

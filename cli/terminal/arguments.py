@@ -86,7 +86,7 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
             raise InvalidInput(f"{pair!r}: write overrides as key=value, for example steps=50")
         try:
             parsed[key.strip()] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):  # no TOML
             parsed[key.strip()] = text
     return parsed
 

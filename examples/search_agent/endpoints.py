@@ -177,7 +177,7 @@ class Endpoints:
             raise _Fault(words)
         try:
             return read(response.json())
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _Fault(f"garbage ({type(error).__name__} {error}): {response.text[:_SHOWN_CHARACTERS]!r}") from None
 
     def _failed(self, endpoint: Endpoint, started: float, why: str) -> _Fault:

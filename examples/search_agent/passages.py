@@ -77,7 +77,7 @@ def read_passages(
 def _passage(line: bytes) -> Passage:
     try:
         row = json.loads(line)
-    except ValueError as error:  # JSON, or bytes that are no UTF-8
+    except (ValueError, RecursionError) as error:  # JSON, or bytes that are no UTF-8
         raise ValueError(f"no JSON ({error}): {line[:_SHOWN_CHARACTERS]!r}") from None
     if not isinstance(row, dict):
         raise ValueError(f"not an object: {line[:_SHOWN_CHARACTERS]!r}")

@@ -126,7 +126,7 @@ class Library:
                     response.raise_for_status()
                     (rows,) = response.json()["results"]
                     return [{key: _text(passage[key]) for key in ("id", "title", "text")} for passage in rows]
-                except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as error:
                     faults[url] = f"{url}: {type(error).__name__} {error}"
             pause = random.uniform(0, 0.2 * 2**attempt)
             if time.monotonic() + pause > until:

@@ -17,6 +17,7 @@ from typing import Any
 from rollouts.chat.plain_text import PlainText
 from rollouts.chat.tool_parsing import ParsedReply
 from settings.errors import InvalidInput
+from settings.redaction import read_json
 from storage.objects.digests import sha256_of, sha256_of_json
 from storage.records import Message
 
@@ -318,7 +319,7 @@ def _calls(calls: Sequence[tuple[str, str]], *, as_text: bool) -> list[dict[str,
         arguments: Any = written
         if not as_text:
             with contextlib.suppress(ValueError):
-                arguments = json.loads(written)
+                arguments = read_json(written)
             arguments = arguments if isinstance(arguments, dict) else {}
         made.append({"type": "function", "function": {"arguments": arguments, "name": name}})
     return made

@@ -42,8 +42,10 @@ from rollouts.endpoint.token_bytes import token_bytes
 from rollouts.engines.engine import EngineError
 from rollouts.workflow import Score
 from settings.errors import InvalidInput
-from settings.redaction import well_formed_data
+from settings.redaction import read_json, well_formed_data
 
+_MOST_DEPTH = 100
+"""Of lists and objects in each other in a body; pydantic writes no deeper ones than 255."""
 _KEEP_ALIVE = 60
 """Seconds that an idle connection stays open, so that an agent may think without a new connection."""
 
@@ -307,7 +309,7 @@ def _events(events: Iterator[str]) -> Response:
 
 async def _json(request: Request) -> Any:
     try:
-        return well_formed_data(await request.json())
+        return well_formed_data(read_json(await request.body(), most_depth=_MOST_DEPTH))
     except ValueError as error:
         raise Refused(400, f"the body of the request is not JSON: {error}") from error
 

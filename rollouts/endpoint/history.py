@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from rollouts.chat.chat import Reply
 from rollouts.endpoint.openai_wire import Call, CalledFunction, Refused, WireMessage
+from settings.redaction import read_json
 from storage.records import Message
 
 
@@ -91,6 +92,6 @@ def _form(call: Call) -> tuple[str, str, str]:
 
 def _normal(arguments: str) -> str:
     try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
+        return json.dumps(read_json(arguments), sort_keys=True)
     except ValueError:
         return arguments

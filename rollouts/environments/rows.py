@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from settings.errors import InvalidInput
+from settings.redaction import read_json
 
 _COMPRESSIONS = (".gz", ".zst", ".bz2")
 _ENCODINGS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
@@ -117,7 +118,7 @@ def _json_rows(file: Path) -> Iterator[tuple[int, Any]]:
         if not text.strip():
             continue
         try:
-            yield number, json.loads(text)
+            yield number, read_json(text)
         except json.JSONDecodeError as error:
             fix = "mend or remove the line" if kind_of(file) else "files are JSON lines or Parquet"
             raise InvalidInput(f"{file}, line {number}: not JSON ({error.msg}); {fix}") from None

@@ -38,6 +38,7 @@ from rollouts.production.head_start import HeadStart
 from rollouts.production.leases import Leases
 from rollouts.production.prompts import PromptOrder, task_set
 from rollouts.rewards.scoring import RewardPool
+from rollouts.sandbox.sandbox import require_sandbox
 from rollouts.workflow import Workflow
 from settings.evaluation import EvaluationSettings
 from settings.run_file import RunConfig
@@ -112,6 +113,8 @@ class RolloutWorker:
         If that version is a damaged delta, its anchor is loaded, see `ServedPolicy.first`; `opened` is empty, and
         `wait_for_work` tries again. Raises `InvalidInput` for a version the run does not have, or not any more.
         """
+        if config.rollout.require_sandbox:
+            require_sandbox()
         log = open_run(open_store(store_uri), config.run)
         lock = asyncio.Lock()
         most_behind = config.max_staleness * config.train.steps_per_update

@@ -15,15 +15,22 @@ import io
 import itertools
 import json
 import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from rollouts.rewards.code_blocks import python_block
 from rollouts.sandbox.code_tests import CannotRun, check_imports, read_tests
-from rollouts.sandbox.sandbox import SandboxedProcess, check_started, require_sandbox, run_script, write_text
+from rollouts.sandbox.sandbox import (
+    SandboxedProcess,
+    check_started,
+    own_folder,
+    require_sandbox,
+    run_script,
+    write_text,
+)
 from settings.errors import InvalidInput
+from settings.redaction import read_json
 
 
 def unit_tests(
@@ -60,13 +67,13 @@ def unit_tests(
     if code is None:
         return 0.0
     deadline = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory(prefix="millrace-code-", ignore_cleanup_errors=True) as folder:
+    with own_folder("code") as folder:
         if not pairs:
-            return _run_tests(program, code, source, Path(folder), deadline=deadline, memory_gb=memory_gb)
+            return _run_tests(program, code, source, folder, deadline=deadline, memory_gb=memory_gb)
         num_passed = 0
         for index, (given, expected) in enumerate(pairs):
             if time.monotonic() < deadline:
-                home = Path(folder) / str(index)
+                home = folder / str(index)
                 status, printed = run_script(code, given, home, deadline=deadline, memory_gb=memory_gb)
                 num_passed += status == 0 and _same_lines(printed, expected)
     return num_passed / len(pairs)
@@ -79,7 +86,7 @@ def _read(tests: str) -> tuple[str, list[tuple[str, str]], str]:
     Raises `InvalidInput`.
     """
     try:
-        data: Any = json.loads(tests)
+        data: Any = read_json(tests)
     except ValueError:
         data = None
     match data:
@@ -141,7 +148,7 @@ def _calls(name: str, cases: list[tuple[Any, Any]]) -> str:
     """Tests that call a function, as code."""
     try:
         calls = [
-            [[json.loads(line) for line in given.splitlines() if line.strip()], json.loads(expected)]
+            [[read_json(line) for line in given.splitlines() if line.strip()], read_json(expected)]
             if isinstance(given, str)
             else [[*given], expected]
             for given, expected in cases

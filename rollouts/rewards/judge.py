@@ -142,7 +142,7 @@ class Judge:
         except openai.APIError as error:
             cause = error.__cause__ or error
             return None, f"{type(cause).__name__} {cause}"
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return None, f"an answer that is no JSON: {error}"
         try:
             choice = answer.choices[0]
@@ -204,7 +204,7 @@ def verdict_in(text: str) -> float | None:
     while start >= 0:
         try:
             value, end = json.JSONDecoder().raw_decode(text, start)
-        except ValueError:
+        except (ValueError, RecursionError):
             value, end = {}, start + 1
         value = {key.lower(): each for key, each in value.items()}
         if "score" in value:

@@ -5,27 +5,37 @@ In: a program's name and its files. Out: a process to wait for, with a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+from rollouts.sandbox import usage
+from rollouts.sandbox.sandbox_rules import landlock_version
+from settings.errors import UserError
 
 _PRODUCT = Path(__file__).parents[2]
 _START = "from rollouts.sandbox.sandbox_process import main; main()"
 
 
-class SandboxUnavailable(RuntimeError):
+class SandboxUnavailable(UserError, RuntimeError):
     """This machine cannot isolate foreign code. The message says what is missing, and how to go on without it."""
 
 
 class SandboxedProcess:
     """A running program. Kill it or wait for it before its folder is removed."""
+
+    excess = ""
+    """What it was killed for, if it used too much: `more than 64 MiB of files`."""
 
     def __init__(
         self,
@@ -43,7 +53,8 @@ class SandboxedProcess:
         """`function` is the import path of the function that the program `function` calls."""
         self._report, report = os.pipe()
         order: dict[str, Any] = {"program": program, "folder": str(folder), "report": report}
-        order |= {"seconds": seconds, "memory_gb": memory_gb}
+        group = usage.make_cgroup(int(memory_gb * 2**30))
+        order |= {"seconds": seconds, "memory_gb": memory_gb, "group": str(group or "")}
         if function:
             order |= {"function": function, "path": [entry or os.getcwd() for entry in sys.path]}
         # What the user's module imports comes with it; our own packages are found first all the same.
@@ -59,14 +70,26 @@ class SandboxedProcess:
             pass_fds=[*pass_fds, report],
         )
         os.close(report)
+        threading.Thread(target=self._watch, args=[folder, group], daemon=True).start()
+
+    def _watch(self, folder: Path, group: Path | None) -> None:
+        while self._process.poll() is None:
+            excess = usage.excess(self._process.pid, folder)
+            if excess and self._process.poll() is None:
+                self.excess = excess
+                self._process.kill()
+            time.sleep(usage.SECONDS_BETWEEN)
+        if group is not None:
+            group.rmdir()
 
     def wait(self, deadline: float) -> int | None:
-        """The exit status; None if the process still ran at `deadline` (`time.monotonic`) and was killed."""
+        """The exit status; None if the process was killed: at `deadline` (`time.monotonic`) or for its `excess`."""
         try:
-            return self._process.wait(max(0.0, deadline - time.monotonic()))
+            status = self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.kill()
             return None
+        return None if self.excess else status
 
     def kill(self) -> None:
         """Kill the process if it still runs. It cannot have started another one."""
@@ -83,11 +106,14 @@ class SandboxedProcess:
 def run_script(
     code: str, given: str, folder: Path, *, deadline: float, memory_gb: float, shows_errors: bool = False
 ) -> tuple[int | None, str]:
-    """Run a program in a sandbox, with `given` on its standard input. Its files are in `folder`, which may be new.
+    """Run a program in a sandbox, with `given` on its standard input. Its files are in `folder`, which may be new, and
+    are removed at its end: a reward runs one after the other, and their files must not add up.
 
-    Returns its exit status, None if it was killed at `deadline` (`time.monotonic`), and its output; `shows_errors` adds
-    its error output. Raises `RuntimeError` if it never began.
+    Returns its exit status, None if it was killed at `deadline` (`time.monotonic`) or for using too much, and its
+    output; `shows_errors` adds its error output, and how it ended unless with 0. Raises `RuntimeError` if it never
+    began.
     """
+    seconds = deadline - time.monotonic()
     work = folder / "work"
     work.mkdir(parents=True)
     write_text(work / "solution.py", code)
@@ -96,7 +122,7 @@ def run_script(
         process = SandboxedProcess(
             "script",
             work,
-            seconds=deadline - time.monotonic(),
+            seconds=seconds,
             memory_gb=memory_gb,
             stdin=stdin,
             stdout=stdout,
@@ -104,7 +130,33 @@ def run_script(
         )
         status = process.wait(deadline)
     check_started(process.missing() is not None)
-    return status, (folder / "stdout").read_text(encoding="utf-8", errors="replace")
+    printed = (folder / "stdout").read_text(encoding="utf-8", errors="replace")
+    _remove(folder)
+    if status == 0 or not shows_errors:
+        return status, printed
+    killed = f"stopped: {process.excess}" if process.excess else f"stopped after {seconds:.3g} s"
+    end = killed if status is None else f"ended with status {status}"
+    return status, f"{printed.rstrip()}\n[{end}]".lstrip()
+
+
+@contextlib.contextmanager
+def own_folder(purpose: str) -> Iterator[Path]:
+    """A folder for foreign code, removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix=f"millrace-{purpose}-"))
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder with whatever foreign code made of it: unreadable folders, or ten thousand in each other, at
+    which Python's own removal ends in a `RecursionError`."""
+    with contextlib.suppress(OSError, RecursionError):
+        shutil.rmtree(folder)
+    if folder.exists():
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def write_text(file: Path, text: str) -> None:
@@ -121,13 +173,26 @@ def check_started(has_started: bool) -> None:
 @functools.cache
 def sandbox_report() -> tuple[str, ...]:
     """What this machine cannot isolate, one sentence each; empty if it can isolate everything."""
-    with tempfile.TemporaryDirectory(prefix="millrace-sandbox-") as folder:
-        process = SandboxedProcess("nothing", Path(folder), seconds=30.0, memory_gb=1.0)
+    with own_folder("sandbox") as folder:
+        process = SandboxedProcess("nothing", folder, seconds=30.0, memory_gb=1.0)
         status = process.wait(time.monotonic() + 30.0)
         missing = process.missing()
     if status != 0 or missing is None:
         return (f"everything: a sandboxed Python ended with status {status} before it ran anything",)
     return tuple(missing)
+
+
+def kernel_features() -> str:
+    """What isolates foreign code on this machine, beside limits of each process."""
+    version = landlock_version()
+    landlock = f"Landlock {version}" + (
+        " with its scope of signals" if version >= 6 else ", without a scope of signals"
+    )
+    group = usage.delegated_cgroup()
+    memory = (
+        "a group of cgroup v2" if group else "no group of cgroup v2 is delegated, so memory is limited by address space"
+    )
+    return f"{landlock}; seccomp; {memory}"
 
 
 def require_sandbox() -> None:

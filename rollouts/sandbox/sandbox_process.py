@@ -29,6 +29,8 @@ def main() -> None:
     folder = Path(order["folder"])
     die_with_parent()
     function = _load_function(order) if order["program"] == "function" else None
+    if order["group"]:
+        Path(order["group"], "cgroup.procs").write_text("0")
     missing = lock_down(folder, seconds=order["seconds"], memory_gb=order["memory_gb"])
     os.write(order["report"], json.dumps(missing).encode() + b"\n")
     os.close(order["report"])

@@ -19,17 +19,16 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from infra.user_code import path_of
 from rollouts.chat.tools import ToolUnavailable, tool
-from rollouts.sandbox.sandbox import SandboxedProcess, require_sandbox, run_script, write_text
+from rollouts.sandbox.sandbox import SandboxedProcess, own_folder, require_sandbox, run_script, write_text
 from rollouts.sandbox.wire import exception_of
 from settings.errors import InvalidInput
+from settings.redaction import read_json
 
 SECONDS = 10.0
 """Wall-clock of a program of `run_python`; keep `rollout.tool_timeout` above it."""
@@ -45,17 +44,11 @@ def run_python(code: str) -> str:
     """
     try:
         require_sandbox()
-        with tempfile.TemporaryDirectory(prefix="millrace-code-", ignore_cleanup_errors=True) as folder:
+        with own_folder("code") as folder:
             deadline = time.monotonic() + SECONDS
-            status, printed = run_script(
-                code, "", Path(folder), deadline=deadline, memory_gb=MEMORY_GB, shows_errors=True
-            )
+            return run_script(code, "", folder, deadline=deadline, memory_gb=MEMORY_GB, shows_errors=True)[1]
     except RuntimeError as error:  # no sandbox on this machine, or it ended before the program began
         raise ToolUnavailable(str(error)) from error
-    if status == 0:
-        return printed
-    end = f"stopped after {SECONDS:g} s" if status is None else f"ended with status {status}"
-    return f"{printed.rstrip()}\n[{end}]".lstrip()
 
 
 def sandboxed(*, seconds: float = 10.0, memory_gb: float = 1.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -90,32 +83,38 @@ def _call(function: str, arguments: dict[str, Any], *, seconds: float, memory_gb
     except (RuntimeError, TypeError) as error:  # no sandbox on this machine, or not plain data
         raise ToolUnavailable(f"{function}: {error}") from error
     deadline = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory(prefix="millrace-tool-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    with own_folder("tool") as folder:
         (folder / "work").mkdir()
         write_text(folder / "work" / "arguments.json", text)
-        with (folder / "answer").open("w+b") as answer, (folder / "errors").open("w+b") as errors:
+        with (folder / "answer").open("w+b") as written, (folder / "errors").open("w+b") as errors:
             process = SandboxedProcess(
                 "function",
                 folder / "work",
                 seconds=seconds,
                 memory_gb=memory_gb,
                 stderr=errors,
-                pass_fds=[answer.fileno()],
+                pass_fds=[written.fileno()],
                 function=function,
             )
             status = process.wait(deadline)
         has_started = process.missing() is not None
-        line = (folder / "answer").read_text()
+        line = (folder / "answer").read_bytes()
         last_error = (folder / "errors").read_text(errors="replace").rstrip().rpartition("\n")[2]
+    if status is None and process.excess:
+        raise RuntimeError(f"stopped: {process.excess}")
     if status is None:
         raise TimeoutError(f"stopped after {seconds:g} s")
     if not has_started:
         raise ToolUnavailable(f"{function}: a sandbox ended before it called the function: {last_error}")
     if status or not line:
         raise RuntimeError(f"ended with status {status}: {last_error}")
-    result = json.loads(line)
-    if "error" not in result:
-        return result["value"]
-    kind, message = result["error"]
-    raise ToolUnavailable(message) if kind == ToolUnavailable.__name__ else exception_of(kind, message)
+    try:  # the function holds the file, and its arguments may have made it write there
+        answer = read_json(line)
+    except ValueError:
+        answer = None
+    match answer:
+        case {"value": value}:
+            return value
+        case {"error": [str(kind), str(text)]}:
+            raise ToolUnavailable(text) if kind == ToolUnavailable.__name__ else exception_of(kind, text)
+    raise RuntimeError("it wrote something that is no answer")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
+from settings.redaction import read_json
 from storage.log.entries import ENTRY_KINDS, Entry, LogEntry, from_json, to_json
 
 K = TypeVar("K")
@@ -102,8 +103,8 @@ def decode_entry(document: bytes, *, number: int) -> LogEntry:
     try:
         line = _LINE.decode(document)
         kind, written_at, body = line.kind, line.written_at, _BODIES[line.kind].decode(line.body)
-    except msgspec.DecodeError:  # damaged, or with NaN, infinity or half a surrogate pair, which `json` writes
-        values = json.loads(document)
+    except (msgspec.DecodeError, RecursionError):  # damaged, or with NaN, infinity or half a surrogate pair
+        values = read_json(document)
         kind, written_at = values["kind"], values["written_at"]
         body = from_json(ENTRY_KINDS[kind], values["body"])
     if not (isinstance(written_at, int | float) and abs(written_at) < _LAST_YEAR):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from settings.errors import UserError
+from settings.redaction import read_json
 
 DIGEST_FILE = "digest.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -57,7 +58,7 @@ def read_seal(folder: Path) -> Seal:
     """A folder's seal. Raises `DigestMismatch` when the seal is missing (an unfinished folder) or damaged."""
     file = folder / DIGEST_FILE
     try:
-        content = json.loads(file.read_bytes())
+        content = read_json(file.read_bytes())
         return Seal(str(content["weights_sha256"]), dict(content["files"]))
     except FileNotFoundError:
         raise DigestMismatch(f"{folder} has no {DIGEST_FILE}: it was never finished") from None

@@ -28,10 +28,18 @@ def read_unpacked(file: Path) -> bytes:
 
 
 def read_parquet_rows(file: Path) -> list[dict[str, Any]]:
-    """All rows of a Parquet file. A number of 32 bits becomes the shortest decimal that means it: 0.1."""
+    """All rows of a Parquet file. A number of 32 bits becomes the shortest decimal that means it: 0.1.
+
+    Raises `ValueError` if it cannot be read.
+    """
     import pyarrow.parquet as pq
 
-    table = pq.read_table(file)
+    try:
+        table = pq.read_table(file)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # it is not there, or may not be read
+            raise
+        raise ValueError(f"it is no Parquet file, or damaged: {error}") from error
     if (texts := _with_float32_as(pa.struct(table.schema), pa.string())) != pa.struct(table.schema):
         numbers = _with_float32_as(pa.struct(table.schema), pa.float64())
         table = table.cast(pa.schema(texts)).cast(pa.schema(numbers))

@@ -182,7 +182,7 @@ def _attempt_keys(table: pa.Table) -> pa.Array:
 def _decode(data: bytes, *, log: RunLog, key: str) -> pa.Table:
     try:
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _damaged(log, key, f"it is not an Arrow IPC file, or cut off ({error})") from error
     if missing := set(SCHEMA.names) - set(table.column_names):
         raise _damaged(log, key, f"columns {sorted(missing)} are missing")

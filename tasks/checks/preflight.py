@@ -27,6 +27,7 @@ from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_parser
 from rollouts.production.engine_choice import check_engine_arguments, model_config, num_positions
 from rollouts.production.prompts import task_set
+from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
 from rollouts.workflow import Workflow, place_of
 from settings.errors import InvalidInput, MissingPackage, path_errors
 from settings.loss import CustomLoss
@@ -73,6 +74,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     code is an `InvalidInput` with its file and line.
     """
     check_run_id(config.run)
+    check_sandbox(config)
     loaded = load_workflow(config)
     tasks = load_tasks(loaded, config)
     check_parser("tool_parser", config.engine.tool_parser)
@@ -116,6 +118,18 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
             "the key out"
         )
     return Checked(workflow=loaded, tasks=tasks)
+
+
+def check_sandbox(config: RunConfig) -> None:
+    """Raise `SandboxUnavailable` if the run demands a sandbox that this machine does not have, else say so."""
+    if config.rollout.require_sandbox:
+        require_sandbox()
+    elif missing := sandbox_report():
+        logger.warning(
+            "this machine cannot isolate code that a policy wrote: %s. Code rewards and sandboxed tools refuse to run "
+            "it, unless they have allow_unsandboxed=True; rollout.require_sandbox = true refuses such a start",
+            "; ".join(missing),
+        )
 
 
 def load_workflow(config: RunConfig) -> Workflow:

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cli.operate.doctor import check_sandbox
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
 from rollouts.production.engine_choice import fitted_to_model, model_config, num_positions
+from rollouts.sandbox import sandbox
 from rollouts.workflow import Score, Workflow
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, UserError
 from settings.run_file import RunConfig, load_run_file
 from storage.log.entries import Session, TaskSet
 from storage.log.runs import create_run
@@ -182,3 +184,20 @@ def test_a_reference_that_does_not_win_is_refused_with_the_task(
 def test_a_workflow_without_its_methods_is_refused_by_name(tmp_path: Path, name: str, missing: str) -> None:
     with pytest.raises(InvalidInput, match=rf"{name} has no {missing}\(\); write it"):
         preflight.check_run(a_config(workflow=f"{__name__}:{name}", store=str(tmp_path)))
+
+
+def test_a_machine_without_a_sandbox_is_named_at_the_start_or_refused_if_the_run_demands_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = "files: this kernel has no Landlock"
+    demanding = _config(store=str(tmp_path), require_sandbox=True)
+    preflight.check_sandbox(demanding)
+    preflight.check_sandbox(_config(store=str(tmp_path)))
+    assert not caplog.messages
+    for module in (sandbox, preflight):
+        monkeypatch.setattr(module, "sandbox_report", lambda: (missing,))
+    with pytest.raises(UserError, match=f"cannot isolate code that a policy wrote: {missing}"):
+        preflight.check_run(demanding)
+    assert (check_sandbox(None).fix, "run where" in check_sandbox(demanding).fix) == ("", True)
+    preflight.check_run(_config(store=str(tmp_path), tool_parser="hermes"))
+    assert [message for message in caplog.messages if f"a policy wrote: {missing}. Code rewards" in message]

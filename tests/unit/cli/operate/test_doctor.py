@@ -96,6 +96,7 @@ def test_a_healthy_home_passes_every_check(home: Path, vllm: dict[str, Any]) -> 
     )
     assert f"{(home / 'store').as_uri()} can be written; of writers at once one wins" in found["store"]
     assert f"sqlite:///{home / 'mlflow.db'} answers" in found["MLflow"] and (home / "mlflow.db").exists()
+    assert "Landlock" in found["sandbox"] and "seccomp" in found["sandbox"] and "cgroup v2" in found["sandbox"]
     assert "a temporary one is started with each run" in found["Prefect"] and found["vLLM"] == "ok 1.2.3 CPU"
     assert not list((home / "store").rglob("probe/*")), "it leaves nothing behind"
 

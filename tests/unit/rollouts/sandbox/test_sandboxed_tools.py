@@ -72,6 +72,8 @@ def test_what_a_tool_raises_is_told_as_it_is_without_a_sandbox():
     call, unavailable = _call(tools.fail, kind="unavailable")
     assert str(unavailable) == "the table is gone" and call.failed
     assert "ended with status 3" in _call(tools.fail, kind="exit")[0].result
+    assert _call(tools.fail, kind="space")[0].result == "error: RuntimeError: stopped: more than 64 MiB of files"
+    assert _call(tools.fail, kind="answer")[0].result == "error: RuntimeError: it wrote something that is no answer"
 
 
 def test_a_tool_in_a_file_of_its_own_is_found_by_the_sandbox_unless_it_starts_threads(tmp_path: Path):
