@@ -22,7 +22,7 @@ import re
 import secrets
 import signal
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +230,8 @@ class Cluster:
         # Ray replaces it, and ends the process by SIGTERM. Prefect's tells its Cancel from a crash.
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            ray.init(**options)
+            with _on_loopback() if address == "local" else contextlib.nullcontext():
+                ray.init(**options)
         except BaseException:
             self._scratch.close()
             raise
@@ -325,6 +326,24 @@ class Cluster:
         finally:
             await asyncio.to_thread(ray.shutdown)
             await asyncio.to_thread(self._scratch.close)
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let Ray's processes that start meanwhile, and theirs, listen on loopback alone: it has no option for that, and
+    takes 127.0.0.1 for the address of the node only where clusters have one node, as on Windows."""
+    from ray._private import ray_constants
+
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    chosen, os.environ[name] = os.environ.get(name), "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        os.environ.pop(name)
+        if chosen is not None:
+            os.environ[name] = chosen
 
 
 async def _result(asked: Awaitable[Any], name: str) -> Any:

@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, Literal
 from settings.errors import InvalidInput, NotFound, UserError
 from settings.places.hints import command
 from settings.places.run_paths import absolute_paths, local_paths, moved_paths, recorded_paths
+from settings.places.state_folder import home
 from storage.log.entries import Evaluation, Outcome, Policy
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of, sha256_of_json
@@ -228,7 +228,7 @@ def own_scores(log: RunLog, config: dict[str, Any]) -> list[Evaluation]:
 def trainer_lock(log: RunLog) -> Iterator[None]:
     """Hold the right to train this run on this machine; the kernel frees it however the process ends.
 
-    Raises `RunBusy`. On S3 the lock covers one machine; on another, the log refuses a second trainer's first step.
+    Raises `RunBusy`. On S3 the lock covers one state folder; elsewhere, the log refuses a second trainer's first step.
     """
     with open(_lock_file(log), "a+") as file:
         for tries_left in reversed(range(_TRIES)):
@@ -247,7 +247,9 @@ def trainer_lock(log: RunLog) -> Iterator[None]:
 
 
 def is_training(log: RunLog) -> bool:
-    """True if a process of this machine trains the run."""
+    """True if a process of this machine trains the run; on S3, one with this state folder."""
+    if not _lock_file(log).exists():
+        return False
     with open(_lock_file(log), "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -259,8 +261,9 @@ def is_training(log: RunLog) -> bool:
 def outcome(log: RunLog) -> Outcome | Literal["running", "vanished"]:
     """How the run's newest session ended, as the log says; `running` if it has not, or if the run is paused.
 
-    A driver that was killed wrote nothing: it has `vanished` if it worked on this machine and its lock is free, or if
-    elsewhere it has been silent for twice the time after which it would have reported a stall.
+    A driver that was killed wrote nothing: it has `vanished` if it worked on this machine (on S3, with this state
+    folder too) and its lock is free, or if elsewhere it has been silent for twice the time after which it would have
+    reported a stall.
     """
     state = log.state
     if state.ended is not None:
@@ -271,6 +274,7 @@ def outcome(log: RunLog) -> Outcome | Literal["running", "vanished"]:
         return "finished"
     host = state.sessions[-1].host
     is_here = host == platform.node() or (not host and isinstance(log.store, LocalStore))
+    is_here = is_here and (isinstance(log.store, LocalStore) or _lock_file(log).exists())
     if is_here:
         return "vanished"
     stall = float(run_config(log).get("rollout", {}).get("stall_timeout", _LONGEST_STALL))
@@ -290,7 +294,7 @@ def _lock_file(log: RunLog, holder: str = "trainer") -> Path:
         path = log.store.root / log.key(f"{holder}.lock")
     else:
         run = sha256_of(f"{log.store.uri}/{log.run_id}".encode())[:16]
-        path = Path(tempfile.gettempdir()) / f"millrace-{run}.{holder}.lock"
+        path = home() / "locks" / f"{run}.{holder}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
