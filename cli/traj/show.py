@@ -54,7 +54,7 @@ def show(
     log, console = open_named(run, store), open_console()
     if trajectory and (failure := find_failure(log, trajectory)):
         error = Text(failure.error, style="red")
-        title = escape(f"{failure.id}  {failure.status}, no reward")
+        title = Text(f"{failure.id}  {failure.status}, no reward")
         console.print(Panel(error, title=title, title_align="left", expand=console.is_terminal))
         return
     colorist, tokenizer = Colorist(log, color, cache=cache_folder()), load_tokenizer(log)
@@ -96,6 +96,7 @@ def _print(row: Mapping[str, Any], pieces: Sequence[str], coloring: Coloring, co
         footer += f": {escape(row['reject_reason'])}"
     footer += f"  shard {escape(row['shard_id'])}"
     aligned: Any = {"title_align": "left", "subtitle_align": "left", "expand": console.is_terminal}
+    title, footer = (Text.from_markup(text, emoji=False) for text in (title, footer))
     console.print(Panel(lines, title=title, subtitle=footer, **aligned))
 
 

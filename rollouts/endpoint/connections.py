@@ -9,7 +9,7 @@ the limit, and closed.
 | `MOST_BODY` bytes of a body | 413 |
 | `MOST_PER_KEY` connections, and twice `MOST_BODY` bytes of bodies on their way, of one key | 429 |
 | `MOST_HEADERS` bytes of headers | 431 |
-| `MOST_WAITING` connections that have shown no valid key | the one that has waited longest is closed, 503 |
+| `MOST_WAITING` connections that have shown no valid key, or a quarter of all descriptors | 503 to the oldest one |
 
 A client that has shown no valid key therefore keeps at most one of `MOST_WAITING` descriptors, for `HEADER_SECONDS`.
 """
@@ -33,7 +33,7 @@ MOST_HEADERS = 64 * 1024
 MOST_BODY = 8 * 1024 * 1024
 """Two million tokens in English."""
 MOST_PER_KEY = 64
-MOST_WAITING = 256
+MOST_WAITING = 1024
 BACKLOG = 512
 """Connections that asyncio accepts at once, before one of them can be closed."""
 _DESCRIPTORS = 65_536  # vLLM's own server asks for as many
@@ -52,6 +52,7 @@ class Connections:
         most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
         if soft != resource.RLIM_INFINITY and soft < most:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        self.most_waiting = min(MOST_WAITING, most // 4)
 
     def protocol(self, **options: Any) -> Connection:
         """One connection, as uvicorn makes it."""
@@ -78,9 +79,9 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._all.waiting[self] = None
         self._expect_headers()
-        if len(self._all.waiting) > MOST_WAITING:
+        if len(self._all.waiting) > self._all.most_waiting:
             oldest = next(iter(self._all.waiting))
-            oldest.refuse(503, f"more than {MOST_WAITING} connections wait without a valid key")
+            oldest.refuse(503, f"more than {self._all.most_waiting} connections wait without a valid key")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()

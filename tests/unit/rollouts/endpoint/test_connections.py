@@ -104,7 +104,7 @@ async def test_connections_and_bodies_are_counted_for_each_key(text_tokens: Chat
 
 async def test_half_open_connections_take_a_bounded_number_of_descriptors(text_tokens: ChatTokens):
     async with served(text_tokens, "4") as agent, contextlib.AsyncExitStack() as stack:
-        pairs = [await stack.enter_async_context(_raw(agent)) for _ in range(900)]
+        pairs = [await stack.enter_async_context(_raw(agent)) for _ in range(1300)]
         for _, writer in pairs[::2]:
             writer.write(CHAT)
         assert (await agent.ask("2+2=")).choices[0].message.content == "4"
