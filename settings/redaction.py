@@ -8,6 +8,7 @@ so a key or value of it that looks like a secret is refused.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -30,27 +31,34 @@ _SETTING = re.compile(
     r"|(^|_)(hf|hub|api|access|auth|session|bearer)_token$",
     re.IGNORECASE,
 )
+# Every repetition below has a bound: a policy may choose a text, and its search must take linear time.
 _NAMED = (
-    r"[\w.%-]*(?:passw(?:or)?d|passphrase|secret|signature|credentials?|api[-_]?key|access[-_]?key|jwt"
+    r"(?:passw(?:or)?d|passphrase|secret|signature|credentials?|api[-_]?key|access[-_]?key|jwt"
     r"|(?:hf|hub|api|access|auth|session|bearer|security|refresh|id)[-_]?token)"
 )
+_END = r"[^\s&;,'\"<>#)]+"
 _IN_ADDRESS: tuple[tuple[re.Pattern[str], str], ...] = (
     # The name and the password, which may hold a slash, up to the last `@`.
-    (re.compile(r"(?<=://)[^\s:/?#@\"<>]*:[^\s\"<>]*@"), "***@"),
-    (re.compile(rf"([?&;](?:{_NAMED}|[\w.%-]*token|key|sig|auth|pass|pwd|code|pat)=)[^\s&;,'\"<>#)]+", re.I), r"\1***"),
+    (re.compile(r"(?<=://)[^\s:/?#@\"<>]{0,200}:[^\s\"<>]{0,500}@"), "***@"),
+    (re.compile(rf"([?&;][\w.%-]{{0,40}}(?:{_NAMED}|token)=){_END}", re.IGNORECASE), r"\1***"),
+    (re.compile(rf"([?&;](?:key|sig|auth|pass|pwd|code|pat)=){_END}", re.IGNORECASE), r"\1***"),
 )
 _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), "***"),
-    (re.compile(r"\b(?:eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+|hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,})"), "***"),
-    (re.compile(r"\b(?:sk-[\w-]{20,}|xox[a-z]-[\w-]{10,}|glpat-[\w-]{16,}|AIza[\w-]{30,})"), "***"),
+    (
+        re.compile(r"-----BEGIN [A-Z ]{0,9}PRIVATE KEY-----.*?(?:-----END [A-Z ]*KEY-----|\Z)", re.DOTALL),
+        "***",
+    ),
+    (re.compile(r"\beyJ[\w-]{8,300}\.eyJ[\w-]{8,2000}\.[\w-]+"), "***"),
+    (re.compile(r"\b(?:hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|sk-[\w-]{20,}|xox[a-z]-[\w-]{10,})"), "***"),
+    (re.compile(r"\b(?:glpat-[\w-]{16,}|AIza[\w-]{30,})"), "***"),
 )
 """Secrets that can be told by their first letters."""
 _NAMED_IN_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"[^\s/*]+:[^\s/]*@"), "***@"),  # an address without its scheme
-    (re.compile(rf"(\b{_NAMED}=)[^\s&;,'\"<>#)]+", re.IGNORECASE), r"\1***"),  # `host=db password=…`
-    (re.compile(r"(\b(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?(?:\w+\s+)?)[^\s\"',]+", re.I), r"\1***"),
-    (re.compile(r"(\bBearer\s+)[\w.~+/=-]{8,}"), r"\1***"),
-    (re.compile(r"(\b(?:x-)?(?:api-key|auth-token|amz-security-token)[\"']?\s*:\s*[\"']?)[^\s\"',]+", re.I), r"\1***"),
+    (re.compile(r"(?<![^\s/*])[^\s/*]{1,200}:[^\s/]{0,200}@"), "***@"),  # an address without its scheme
+    (re.compile(rf"({_NAMED}=){_END}", re.IGNORECASE), r"\1***"),  # `host=db password=…`
+    (re.compile(r"(\bauthorization[\"']?\s?[:=]\s?[\"']?(?:\w{1,20}\s)?)[^\s\"',]+", re.IGNORECASE), r"\1***"),
+    (re.compile(r"(\bBearer\s)[\w.~+/=-]{8,}"), r"\1***"),
+    (re.compile(r"(\b(?:api-key|auth-token|security-token)[\"']?:\s?[\"']?)[^\s\"',]+", re.IGNORECASE), r"\1***"),
 )
 SHORTEST = 8
 """Characters a value must have to be taken for a secret: `test` would be starred out of every second sentence."""
@@ -66,17 +74,18 @@ def without_secrets(text: str) -> str:
     """
     if not text:
         return text
-    for value in _secret_values():
+    for value in _secret_values(tuple(os.environ.items())):
         text = text.replace(value, "***")
     for form, shown in (*_IN_ADDRESS, *_SHAPES, *_NAMED_IN_TEXT):
         text = form.sub(shown, text)
     return well_formed(text)
 
 
-def _secret_values() -> list[str]:
-    """The secrets of the environment as they may stand in a text, the longest first: one may be a part of another."""
+@functools.lru_cache(maxsize=8)
+def _secret_values(environment: tuple[tuple[str, str], ...]) -> list[str]:
+    """The secrets of an environment as they may stand in a text, the longest first: one may be a part of another."""
     values = set()
-    for name, value in os.environ.items():
+    for name, value in environment:
         if _VARIABLE.search(name) and not _NOT_ONE.search(name):
             values.add(value)
         if match := _PASSWORD.search(value):
