@@ -34,9 +34,9 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from storage.records import Sampling
 
 ATTEMPTS = 64
-TURNS = 50
-TOKENS = 20
-SECONDS_PER_TOKEN = 0.02
+TURNS = 30
+TOKENS = 5
+SECONDS_PER_TOKEN = 0.1
 BAD_CLIENTS = 10_000
 ROUNDS = 3
 KINDS = ("silent", "slow headers", "wrong key", "wrong key, 800 MB", "no HTTP")

@@ -250,7 +250,7 @@ def is_training(log: RunLog) -> bool:
     """True if a process of this machine trains the run; on S3, one with this state folder."""
     if not _lock_file(log).exists():
         return False
-    with open(_lock_file(log), "a+") as file:
+    with open(_lock_file(log)) as file:  # another user's may be read alone
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
