@@ -30,7 +30,7 @@ from infra.placement import Placement, bundle, gpu_share, node_resources, num_sl
 from infra.scratch import scratch_folder, worker_environment
 from infra.worker_process import Host, run_function
 from settings.errors import UserError, failure_text_of_output, in_one_line
-from settings.redaction import without_secrets
+from settings.redaction import redact_error, without_secrets
 
 logger = logging.getLogger("millrace.cluster")
 
@@ -360,6 +360,7 @@ async def _result(asked: Awaitable[Any], name: str) -> Any:
         if raised is None or isinstance(raised, RayError):
             message = failure_text_of_output(text).partition("\n  at ")[0]
             raised = RaisedInWorker(re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", message))
+        redact_error(raised)  # as a task's state, Prefect records it
         raised.add_note(f"{name} raised it:\n{text.strip()}")
         raise raised from None
 

@@ -81,6 +81,25 @@ def without_secrets(text: str) -> str:
     return well_formed(text)
 
 
+def redact_error(error: BaseException) -> None:
+    """Take the secrets out of the words of an error, and of those that it stands for or came from, in place: who
+    catches it may record it, as Prefect does."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        each.args = tuple(without_secrets(word) if isinstance(word, str) else word for word in each.args)
+        if isinstance(each, OSError) and isinstance(each.strerror, str):
+            each.strerror = without_secrets(each.strerror)
+        if notes := getattr(each, "__notes__", None):
+            each.__notes__ = [without_secrets(note) for note in notes]
+        waiting += [each.__cause__, each.__context__]
+        waiting += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+
+
 @functools.lru_cache(maxsize=8)
 def _secret_values(environment: tuple[tuple[str, str], ...]) -> list[str]:
     """The secrets of an environment as they may stand in a text, the longest first: one may be a part of another."""

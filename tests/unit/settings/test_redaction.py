@@ -14,7 +14,7 @@ import pytest
 from infra.environment import tracking_uri
 from infra.structured_logs import json_handler
 from settings.errors import InvalidInput
-from settings.redaction import redact_logs, secret_settings, without_secrets
+from settings.redaction import redact_error, redact_logs, secret_settings, without_secrets
 from settings.run_file import ConfigError, make_config
 
 KEY = "sk-abcdefgh12345678"
@@ -121,6 +121,16 @@ def test_logs_say_no_secret(logger: logging.Logger, as_json: bool):
     logger.warning("\x1b]0;title\x07 and \x9b2J")
     said = stream.getvalue()
     assert KEY not in said and not set("\x1b\x07\x9b") & set(said)
+
+
+def test_the_words_of_an_error_and_of_those_behind_it_are_redacted_in_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_API_KEY", KEY)
+    refused, away, missing = ValueError(f"no {KEY}", 7), OSError(111, f"no answer of {KEY}"), KeyError(KEY)
+    refused.add_note(f"with {KEY}")
+    refused.__cause__, away.__context__ = away, refused  # a circle
+    redact_error(ExceptionGroup("both", [refused, missing]))
+    assert refused.args == ("no ***", 7) and refused.__notes__ == ["with ***"]
+    assert str(away) == "[Errno 111] no answer of ***" and str(missing) == "'***'"
 
 
 def test_redacting_twice_is_redacting_once_and_arguments_that_do_not_fit_are_left_to_the_handler(
