@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from infra.structured_logs import logs_are_json
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, path_errors
 from settings.places.hints import COMMAND, executable
 from settings.places.state_folder import HOME, HOME_FOUND, find_home, home
 from settings.redaction import holds_secret, redact_logs, without_secrets
@@ -54,6 +54,16 @@ def tracking_uri(tracking: str) -> str:
 def local_tracking_uri() -> str:
     """The SQLite database in the state folder, which `millrace up` shows."""
     return f"sqlite:///{home() / 'mlflow.db'}"
+
+
+def make_home() -> None:
+    """Make the state folder. What Prefect keeps in it is for its user alone: blocks, and the key they are encrypted by.
+
+    Raises `InvalidInput` for a place that cannot be written.
+    """
+    with path_errors(f"MILLRACE_HOME {home()}"):
+        (home() / "prefect").mkdir(parents=True, exist_ok=True)
+        (home() / "prefect").chmod(0o700)
 
 
 def cache_folder() -> Path:

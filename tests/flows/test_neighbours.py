@@ -138,6 +138,9 @@ def test_a_run_a_crash_and_a_report_write_no_secret_open_no_port_and_leave_nothi
         watched.listening
     )
 
+    for keys in (services_home / "prefect", home.path / "prefect"):
+        assert keys.stat().st_mode & 0o077 == 0
+
     left = [path for folder in elsewhere for path in folder.rglob("*")]
     assert not left, "the run takes away what it has there"
     assert {path.parent for path in watched.files} <= set(elsewhere), "links of sockets alone"
