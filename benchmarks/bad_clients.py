@@ -68,14 +68,20 @@ async def measure(*, attempts: int, turns: int, bad_clients: int, rounds: int) -
     reply = [*tokens.tokenizer("x" * (TOKENS - 1))["input_ids"], tokens.end_id]
     engine = ScriptedEngine(lambda prompt, request: reply, seconds_per_token=SECONDS_PER_TOKEN)
     endpoint, process = AgentEndpoint(), psutil.Process()
-    alone, beside, most, memory = [], [], 0, 0
+    alone: list[float] = []
+    beside: list[float] = []
+    most = memory = 0
     answered: dict[str, int] = {}
     for is_beside in itertools.chain.from_iterable(itertools.repeat((False, True), rounds)):
         async with contextlib.AsyncExitStack() as stack:
             keys = []
             for number in range(attempts):
-                limits: dict[str, Any] = {"sampling": Sampling(max_tokens=TOKENS), "max_model_len": 100_000}
-                chat = Chat(engine=engine, tokens=tokens, request_id=f"0.{number}/0", tool_parser=_NoTools(), **limits)
+                limits: dict[str, Any] = {
+                    "tool_parser": _NoTools(),
+                    "sampling": Sampling(max_tokens=TOKENS),
+                    "max_model_len": 100_000,
+                }
+                chat = Chat(engine=engine, tokens=tokens, request_id=f"0.{number}/0", **limits)
                 keys.append((await stack.enter_async_context(endpoint.session(chat))).key)
             good = asyncio.create_task(_child("good", endpoint.base_url, turns, keys))
             bad = None
@@ -168,7 +174,7 @@ async def bad(base_url: str, count: int, over_seconds: float) -> dict[str, int]:
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         role, *arguments = map(json.loads, sys.argv[2:])
-        print(json.dumps(asyncio.run({"good": good, "bad": bad}[role](*arguments))))
+        print(json.dumps(asyncio.run(good(*arguments) if role == "good" else bad(*arguments))))
         return
     figures = asyncio.run(measure(attempts=ATTEMPTS, turns=TURNS, bad_clients=BAD_CLIENTS, rounds=ROUNDS))
     table = Table(box=None)

@@ -71,7 +71,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> RunLo
 def test_chosen_text_neither_steers_a_terminal_nor_is_markup(
     hostile: RunLog, line: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("MILLRACE_STORE", str(hostile.store.root))
+    monkeypatch.setenv("MILLRACE_STORE", hostile.store.uri)
     if is_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
     shown = typed(line, status=2 if "nowhere" in line else 0, columns=200 if is_terminal else None).output
