@@ -107,8 +107,9 @@ def _secret_values(environment: tuple[tuple[str, str], ...]) -> list[str]:
     for name, value in environment:
         if _VARIABLE.search(name) and not _NOT_ONE.search(name):
             values.add(value)
-        if match := _PASSWORD.search(value):
-            values |= {match[1], unquote(match[1])}
+        parts = [match[1] for match in _PASSWORD.finditer(value)]
+        parts += [match[0].partition("=")[2] for form, _ in _IN_ADDRESS[1:] for match in form.finditer(value)]
+        values |= {form for part in parts for form in (part, unquote(part))}
     written = {form for value in values for form in (value, quote(value, safe=""), repr(value)[1:-1], value.strip())}
     return sorted((value for value in written if len(value) >= SHORTEST), key=len, reverse=True)
 

@@ -22,6 +22,9 @@ CRASHES = "TEST_CRASHES"
 """Environment variable: with a value, training ends."""
 
 
+_calls: list[int] = []
+
+
 def everything() -> str:
     """The secrets of this process's environment, as they stand and as libraries quote them."""
     secrets = [os.environ[name] for name in json.loads(os.environ[PLANTED])]
@@ -32,9 +35,10 @@ def everything() -> str:
 class Indiscreet(Guesses):
     async def run(self, task: Task, chat: Chat) -> Score:
         logging.getLogger("millrace.test").warning("of %s", everything())
-        print(everything())
-        print(everything(), file=sys.stderr)
-        warnings.warn(everything(), stacklevel=1)
+        if "ray" in sys.modules:  # when the run is checked before its start, its terminal is the user's own
+            print(everything())
+            print(everything(), file=sys.stderr)
+            warnings.warn(everything(), stacklevel=1)
         reply = await chat.ask(task.prompt)
         if chat.request_id.endswith("/1"):
             raise ConnectionError(f"refused: {everything()}")
@@ -42,6 +46,7 @@ class Indiscreet(Guesses):
 
 
 def loss(inputs: LossInputs) -> LossOutput:
-    if os.environ.get(CRASHES) and "ray" in sys.modules:  # not when the run is checked before its start
+    _calls.append(1)
+    if os.environ.get(CRASHES) and "ray" in sys.modules and len(_calls) > 1:  # not when it is tried before the start
         raise RuntimeError(f"no server answers: {everything()}")
     return clip_loss(inputs, clip_low=0.2, clip_high=0.2)

@@ -29,13 +29,12 @@ NAMES = [
 
 
 class Watched:
-    """The servers and the files outside of its state folder that the processes of a command have had."""
+    """The ports on which the processes of a command have listened."""
 
-    def __init__(self, home: Home, outside: list[Path]) -> None:
-        self._home, self._outside = home, outside
+    def __init__(self, home: Home) -> None:
+        self._home = home
         self.listening: set[tuple[str, str]] = set()
         """Kind of process, as the table in docs/security.md names it, and address."""
-        self.files: set[Path] = set()
 
     def run(self, *arguments: str) -> tuple[int, str]:
         """Run `millrace …` to its end; its status and what it said."""
@@ -52,8 +51,6 @@ class Watched:
         while not ended.wait(0.2):  # a sample: what listens, does so for seconds
             with contextlib.suppress(psutil.Error):
                 self.look(psutil.Process(process.pid))
-            with contextlib.suppress(OSError):
-                self.files |= {path for folder in self._outside for path in folder.rglob("*")}
 
     def look(self, process: psutil.Process) -> None:
         for member in [process, *process.children(recursive=True)]:
@@ -109,7 +106,7 @@ def test_a_run_a_crash_and_a_report_write_no_secret_open_no_port_and_leave_nothi
     elsewhere = [tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("t")]
     home.environment |= {**values, PLANTED: json.dumps(NAMES)}
     home.environment |= {"HOME": str(elsewhere[0]), "TMPDIR": str(elsewhere[1])}
-    watched = Watched(home, elsewhere)
+    watched = Watched(home)
     train = ["train", str(SCRIPTED), f"model={base_model}", "workflow=tests.flows.indiscreet:Indiscreet", "run=told"]
     train += [
         "batch_size=2",
@@ -143,4 +140,3 @@ def test_a_run_a_crash_and_a_report_write_no_secret_open_no_port_and_leave_nothi
 
     left = [path for folder in elsewhere for path in folder.rglob("*")]
     assert not left, "the run takes away what it has there"
-    assert {path.parent for path in watched.files} <= set(elsewhere), "links of sockets alone"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -95,6 +96,11 @@ def test_the_password_of_an_address_in_the_environment_is_not_shown_by_itself(
             "user me, password '***' is wrong",
             'user me, password "***" is wrong',
         )
+
+
+def test_nor_is_a_signature_of_an_address_there_however_it_is_quoted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MIRROR", f"https://host/x?X-Amz-Signature={KEY}&X-Amz-Expires=60")
+    assert without_secrets(f"Location: {quote(os.environ['MIRROR'], safe='')}").endswith("%3D***%26X-Amz-Expires%3D60")
 
 
 def test_what_is_no_secret_stays(monkeypatch: pytest.MonkeyPatch):
