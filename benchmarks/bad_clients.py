@@ -54,6 +54,8 @@ class Figures:
     bad_clients: int
     answered: dict[str, int]
     """Statuses that the bad clients of one round got; `closed` had none."""
+    milliseconds_per_bad_client: float
+    """CPU time of the endpoint's process."""
     descriptors: int
     """Most of the endpoint's process at any time."""
     grown_mib: float
@@ -71,6 +73,7 @@ async def measure(*, attempts: int, turns: int, bad_clients: int, rounds: int) -
     alone: list[float] = []
     beside: list[float] = []
     most = memory = 0
+    cpu = {False: 0.0, True: 0.0}
     answered: dict[str, int] = {}
     for is_beside in itertools.chain.from_iterable(itertools.repeat((False, True), rounds)):
         async with contextlib.AsyncExitStack() as stack:
@@ -83,6 +86,7 @@ async def measure(*, attempts: int, turns: int, bad_clients: int, rounds: int) -
                 }
                 chat = Chat(engine=engine, tokens=tokens, request_id=f"0.{number}/0", **limits)
                 keys.append((await stack.enter_async_context(endpoint.session(chat))).key)
+            started = time.process_time()
             good = asyncio.create_task(_child("good", endpoint.base_url, turns, keys))
             bad = None
             if is_beside:
@@ -94,6 +98,7 @@ async def measure(*, attempts: int, turns: int, bad_clients: int, rounds: int) -
             (beside if is_beside else alone).append(statistics.fmean(good.result()))
             if bad is not None:
                 answered = await bad
+            cpu[is_beside] += time.process_time() - started
             memory = memory or process.memory_info().rss
     grown = process.memory_info().rss - memory
     await endpoint.close()
@@ -104,6 +109,7 @@ async def measure(*, attempts: int, turns: int, bad_clients: int, rounds: int) -
         speed_kept=round(first / second, 3),
         bad_clients=bad_clients,
         answered=answered,
+        milliseconds_per_bad_client=round(1000 * (cpu[True] - cpu[False]) / (rounds * bad_clients), 3),
         descriptors=most,
         grown_mib=round(grown / 2**20, 1),
     )

@@ -26,7 +26,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, FiniteFloat
 
 from rollouts.chat.chat import Chat, OutOfRoom
-from rollouts.endpoint.connections import BACKLOG, Bodies, Connections, key_of
+from rollouts.endpoint.connections import BACKLOG, Bodies, Connections, key_of, unknown_key
 from rollouts.endpoint.history import History
 from rollouts.endpoint.openai_responses import ResponseRequest, response, response_events
 from rollouts.endpoint.openai_wire import (
@@ -163,7 +163,7 @@ class Session:
         try:
             await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
             if working.cancelled():
-                raise _unknown_key()
+                raise unknown_key()
             if not working.done():
                 raise Refused(499, "the client has disconnected")
             return working.result()
@@ -260,7 +260,7 @@ def _application(find: Callable[[str], Session | None], connections: Connections
         key = key_of(request.headers.get("authorization", ""))
         session = find(key)
         if session is None:
-            raise _unknown_key()
+            raise unknown_key()
         connections.check(key)
         return session
 
@@ -336,7 +336,3 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _unknown_key() -> Refused:
-    return Refused(401, "no attempt that is running has this API key", code="invalid_api_key", close=True)
