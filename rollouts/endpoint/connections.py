@@ -60,7 +60,7 @@ class Connections:
 
     def check(self, key: str) -> None:
         """Raises `Refused` (429) if a key has too many connections."""
-        if len(self.of_key[key]) > MOST_PER_KEY:
+        if len(self.of_key.get(key, ())) > MOST_PER_KEY:
             raise Refused(429, f"this key has more than {MOST_PER_KEY} connections", retry=True, close=True)
 
 
