@@ -122,9 +122,13 @@ def holds_secret(text: str) -> bool:
     return any(form.search(text) for form, _ in (*_IN_ADDRESS, *_SHAPES))
 
 
+_HARMLESS = "\n\t\u200c\u200d" + "".join(map(chr, (0xA0, 0x1680, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000)))
+"""Line break, tab, joiners of letters and emojis, spaces: Python calls none of them printable."""
+
+
 def printable(text: str) -> str:
     """Text without control characters other than newline and tab, and without those that turn its direction."""
-    return text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in _HARMLESS else "·" for c in text)
 
 
 def one_line(text: str) -> str:

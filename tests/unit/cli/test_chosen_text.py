@@ -114,5 +114,11 @@ def test_text_of_markdown(text: str, shown: str):
     assert as_markdown(text) == shown
 
 
+def test_spaces_and_joined_letters_stay():
+    text = "1\u00a0000 \u3000 \u06cc\u200c\u0647 \U0001f469\u200d\U0001f52c\n\t"
+    assert printable(text) == text
+    assert printable("\u202ea\u2066b\ufeffc\u2028d\x7f\x85") == "·a·b·c·d··"
+
+
 def test_code_of_markdown_cannot_be_left():
     assert as_markdown_code("a` | <b>\n") == "`a' \\| <b>`"
