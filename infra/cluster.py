@@ -22,7 +22,7 @@ import re
 import secrets
 import signal
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from infra.placement import Placement, bundle, check_cluster_answers, gpu_share,
 from infra.scratch import scratch_folder, worker_environment
 from infra.worker_process import Host, run_function
 from settings.errors import UserError, failure_text_of_output, in_one_line
-from settings.redaction import without_secrets
+from settings.redaction import redact_error, without_secrets
 
 logger = logging.getLogger("millrace.cluster")
 
@@ -231,7 +231,8 @@ class Cluster:
         # Ray replaces it, and ends the process by SIGTERM. Prefect's tells its Cancel from a crash.
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            ray.init(**options)
+            with _on_loopback() if address == "local" else contextlib.nullcontext():
+                ray.init(**options)
         except BaseException:
             self._scratch.close()
             raise
@@ -328,6 +329,24 @@ class Cluster:
             await asyncio.to_thread(self._scratch.close)
 
 
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let Ray's processes that start meanwhile, and theirs, listen on loopback alone: it has no option for that, and
+    takes 127.0.0.1 for the address of the node only where clusters have one node, as on Windows."""
+    from ray._private import ray_constants
+
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    chosen, os.environ[name] = os.environ.get(name), "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        os.environ.pop(name)
+        if chosen is not None:
+            os.environ[name] = chosen
+
+
 async def _result(asked: Awaitable[Any], name: str) -> Any:
     """What the process `name` returns. What it raised there is raised here, its traceback as a note."""
     from ray.exceptions import RayError, RayTaskError, UnserializableException
@@ -342,6 +361,7 @@ async def _result(asked: Awaitable[Any], name: str) -> Any:
         if raised is None or isinstance(raised, RayError):
             message = failure_text_of_output(text).partition("\n  at ")[0]
             raised = RaisedInWorker(re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", message))
+        redact_error(raised)  # as a task's state, Prefect records it
         raised.add_note(f"{name} raised it:\n{text.strip()}")
         raise raised from None
 

@@ -13,9 +13,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from infra.structured_logs import logs_are_json
+from settings.errors import InvalidInput, path_errors
 from settings.places.hints import COMMAND, executable
 from settings.places.state_folder import HOME, HOME_FOUND, find_home, home, sqlite_uri
-from settings.redaction import redact_logs
+from settings.redaction import holds_secret, redact_logs, without_secrets
 
 TELEMETRY_OFF = {
     "DO_NOT_TRACK": "1",
@@ -38,13 +39,31 @@ def turn_telemetry_off() -> None:
 
 
 def tracking_uri(tracking: str) -> str:
-    """The run file's `tracking`, else `$MILLRACE_TRACKING`, else a SQLite database in the state folder."""
+    """The run file's `tracking`, else `$MILLRACE_TRACKING`, else a SQLite database in the state folder.
+
+    Raises `InvalidInput` for an address with a password that is not from the environment: it would be recorded.
+    """
+    if tracking and holds_secret(tracking):
+        raise InvalidInput(
+            f"tracking = {without_secrets(tracking)!r} holds a password, and settings and parameters are recorded for "
+            "all to read: leave it out and set MILLRACE_TRACKING to it, or MLFLOW_TRACKING_USERNAME and _PASSWORD"
+        )
     return tracking or os.environ.get("MILLRACE_TRACKING", "") or local_tracking_uri()
 
 
 def local_tracking_uri() -> str:
     """The SQLite database in the state folder, which `millrace up` shows."""
     return sqlite_uri(home() / "mlflow.db")
+
+
+def make_home() -> None:
+    """Make the state folder. What Prefect keeps in it is for its user alone: blocks, and the key they are encrypted by.
+
+    Raises `InvalidInput` for a place that cannot be written.
+    """
+    with path_errors(f"MILLRACE_HOME {home()}"):
+        (home() / "prefect").mkdir(parents=True, exist_ok=True)
+        (home() / "prefect").chmod(0o700)
 
 
 def cache_folder() -> Path:
@@ -116,6 +135,7 @@ def prepare_environment(run_folder: Path | None = None) -> Path:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "MLFLOW_LOGGING_LEVEL": "WARNING",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # its password too
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # a later sync sends what failed, from the log
         # Arrow's own allocator keeps the memory of shards and log segments: the driver would grow with every round.
         "ARROW_DEFAULT_MEMORY_POOL": "system",

@@ -46,12 +46,15 @@ def scratch_folder(home: Path) -> Iterator[Path]:
 
 
 def worker_environment(scratch: Path) -> dict[str, str]:
-    """Variables of a worker: its temporary files are in `scratch`, unless `TMPDIR` is set and short enough."""
+    """Variables of a worker on this machine: its temporary files are in `scratch`, unless `TMPDIR` is set and short
+    enough, and what torch, NCCL and vLLM open for other processes is on loopback, unless the user chose otherwise."""
     folder = scratch / "tmp"
     folder.mkdir(exist_ok=True)
     chosen = os.environ.get("TMPDIR", "")
     keeps = chosen and len(os.fsencode(chosen)) <= LONGEST_TMPDIR
-    return {"VLLM_RPC_BASE_PATH": str(folder)} | ({} if keeps else {"TMPDIR": str(folder)})
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+    chosen_ones = {name: os.environ.get(name, value) for name, value in loopback.items()}
+    return {"VLLM_RPC_BASE_PATH": str(folder), **chosen_ones} | ({} if keeps else {"TMPDIR": str(folder)})
 
 
 def _short(folder: Path, name: str) -> Path:

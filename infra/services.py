@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from infra.environment import local_tracking_uri
+from infra.environment import local_tracking_uri, make_home
 from infra.ports import free_port
 from infra.user_code import PRODUCT
 from settings.errors import UserError
@@ -78,6 +78,7 @@ def start_services(home: Path, *, announce: Callable[[str], None]) -> dict[str, 
     """Start what is not running yet and deploy `prefect.yaml`. Raises `ServiceFailed`, with all stopped again."""
     services = running_services(home)
     logs = home / "logs"
+    make_home()
     logs.mkdir(parents=True, exist_ok=True)
     try:
         deploying = "worker" not in services

@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,19 @@ def _buckets(header: bytes, most_bytes: int) -> Iterator[tuple[int, list[tuple[s
         yield size, tensors
 
 
+def tcp_store(host: str, port: int, size: int, *, rank: int, patience: datetime.timedelta) -> Any:
+    """The rendezvous of `size` processes. Rank 0 listens at `host` alone: torch itself would at every address."""
+    import torch.distributed as dist
+
+    options: dict[str, Any] = {}
+    if rank == 0:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, port), family=family, backlog=2048) as server:
+            options = {"master_listen_fd": server.detach()}
+    # libuv's server does not take a socket that listens already.
+    return dist.TCPStore(host, port, size, rank == 0, patience, use_libuv=False, **options)
+
+
 class _Group:
     """The processes of one broadcast. Each broadcast has its own group, because its members may differ."""
 
@@ -107,7 +121,7 @@ class _Group:
 
         patience = datetime.timedelta(seconds=SECONDS)
         size = broadcast.num_receivers + 1
-        rendezvous = dist.TCPStore(broadcast.host, broadcast.port, size, rank == 0, patience)
+        rendezvous = tcp_store(broadcast.host, broadcast.port, size, rank=rank, patience=patience)
         self.store: Any = dist.PrefixStore("millrace", rendezvous)
         self.device = "cuda" if broadcast.backend == "nccl" else "cpu"
         self._rank, self._size = rank, size

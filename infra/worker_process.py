@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import gc
 import inspect
+import io
 import logging
 import os
 import pkgutil
@@ -24,7 +25,7 @@ from typing import Any
 from infra.environment import turn_telemetry_off
 from infra.ports import free_port
 from infra.structured_logs import CALL, json_handler, logs_are_json
-from settings.redaction import redact_logs
+from settings.redaction import redact_logs, without_secrets
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STUCK_SECONDS = 120.0
@@ -120,6 +121,14 @@ def written_since(num_bytes: int) -> str:
         return log.read().decode(errors="replace")
 
 
+class _Redacted(io.TextIOWrapper):
+    """A text file that what a user's code prints, or a library, reaches without secrets."""
+
+    def write(self, text: str) -> int:
+        super().write(without_secrets(text))
+        return len(text)
+
+
 def _redirect_output(log_file: str) -> None:
     """Redirect the output of this process and its future children to its log file."""
     Path(log_file).parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +136,8 @@ def _redirect_output(log_file: str) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         getattr(sys, name).flush()
         os.dup2(descriptor, number)
-        setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+        file = open(number, "wb", closefd=False)  # noqa: SIM115 - it is the process's output until its end
+        setattr(sys, name, _Redacted(file, "utf-8", "backslashreplace", line_buffering=True))
     redact_logs()
     line = "%(asctime)s %(name)s %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=line, stream=sys.stderr)

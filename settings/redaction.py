@@ -1,13 +1,15 @@
-"""What must not be shown: passwords in addresses, and the values of secrets in the environment. And what cannot be
-written: half of a surrogate pair, as in a file name that is no UTF-8 or in "\\ud83d" of a JSON file. And JSON that
-others wrote, which Python's `json` refuses in four kinds of errors.
+"""Text on its way out: without secrets, without what steers a terminal or a page, and in characters that UTF-8 has; and
+JSON on its way in, which Python's `json` refuses in four kinds of errors.
 
-In: text on its way out, as a log message, an error or a recorded sentence. Out: the same, with `***` for each secret.
-A secret comes from the environment alone: a run file is recorded, so a key of it that looks like one is refused.
+In: a log message, an error, a recorded sentence, words of a policy or of a store's writer. Out: the same, with `***`
+for each secret (`without_secrets`), `·` for each control character (`printable`, `one_line`), and as text of Markdown
+(`as_markdown`). A secret comes from the environment, or from the file that its library reads: a run file is recorded,
+so a key or value of it that looks like a secret is refused.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -15,31 +17,148 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote, unquote
 
-_ADDRESS = re.compile(r"[^\s/]+:[^\s/]*@")
-_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH_STRING|NOTIFY)$", re.IGNORECASE)
+_VARIABLE = re.compile(
+    r"PASSW(?:OR)?D|PASSPHRASE|SECRET|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|SIGNATURE|WEBHOOK|AUTH_STRING"
+    r"|(?:(?:KEY|TOKEN|COOKIE|NOTIFY|PGPASS)|(?:^|_)(?:PASS|PWD?|PAT|AUTH|BEARER|JWT|SAS|SIG|DSN|CONNECTION_STRING))"
+    r"S?(?:_?\d+)?$",
+    re.IGNORECASE,
+)
+_NOT_ONE = re.compile(r"(?:FILE|PATH|DIR|_ENV|_ID|_NAME|_HOST|_MODE|_TYPE|USER)$|^(?:OLD)?PWD$", re.IGNORECASE)
+"""Variables that name a place, or whose secret it is."""
 _SETTING = re.compile(
-    r"^token$|(^|_)(password|passwd|secret|api_?key|access_?key|private_?key|credentials?)$"
+    r"^(token|pat|jwt|dsn|cookie|authorization)$"
+    r"|(^|_)(password|passwd|passphrase|pgpass|pat|secret|api_?key|access_?key|private_?key|secret_?key|credentials?)$"
     r"|(^|_)(hf|hub|api|access|auth|session|bearer)_token$",
     re.IGNORECASE,
+)
+# Every repetition below has a bound: a policy may choose a text, and its search must take linear time.
+_NAMED = (
+    r"(?:passw(?:or)?d|passphrase|secret|signature|credentials?|api[-_]?key|access[-_]?key|jwt"
+    r"|(?:hf|hub|api|access|auth|session|bearer|security|refresh|id)[-_]?token)"
+)
+_END = r"[^\s&;,'\"<>#)]+"
+_IN_ADDRESS: tuple[tuple[re.Pattern[str], str], ...] = (
+    # The name and the password, which may hold a slash, up to the last `@`.
+    (re.compile(r"(?<=://)[^\s:/?#@\"<>]{0,200}:[^\s\"<>]{0,500}@"), "***@"),
+    (re.compile(rf"([?&;][\w.%-]{{0,40}}(?:{_NAMED}|token)=){_END}", re.IGNORECASE), r"\1***"),
+    (re.compile(rf"([?&;](?:key|sig|auth|pass|pwd|code|pat)=){_END}", re.IGNORECASE), r"\1***"),
+)
+_SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"-----BEGIN [A-Z ]{0,9}PRIVATE KEY-----.*?(?:-----END [A-Z ]*KEY-----|\Z)", re.DOTALL),
+        "***",
+    ),
+    (re.compile(r"\beyJ[\w-]{8,300}\.eyJ[\w-]{8,2000}\.[\w-]+"), "***"),
+    (re.compile(r"\b(?:hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|sk-[\w-]{20,}|xox[a-z]-[\w-]{10,})"), "***"),
+    (re.compile(r"\b(?:glpat-[\w-]{16,}|AIza[\w-]{30,})"), "***"),
+)
+"""Secrets that can be told by their first letters."""
+_NAMED_IN_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"(?<![^\s/*])[^\s/*]{1,200}:[^\s/]{0,200}@"), "***@"),  # an address without its scheme
+    (re.compile(rf"({_NAMED}=){_END}", re.IGNORECASE), r"\1***"),  # `host=db password=…`
+    (re.compile(r"(\bauthorization[\"']?\s?[:=]\s?[\"']?(?:\w{1,20}\s)?)[^\s\"',]+", re.IGNORECASE), r"\1***"),
+    (re.compile(r"(\bBearer\s)[\w.~+/=-]{8,}"), r"\1***"),
+    (re.compile(r"(\b(?:api-key|auth-token|security-token)[\"']?:\s?[\"']?)[^\s\"',]+", re.IGNORECASE), r"\1***"),
 )
 SHORTEST = 8
 """Characters a value must have to be taken for a secret: `test` would be starred out of every second sentence."""
 
 
 def without_secrets(text: str) -> str:
-    """A message without the `user:password@` of any address in it, and without the value of any environment variable
-    whose name ends as those of secrets do (`OPENAI_API_KEY`, `AWS_SECRET_ACCESS_KEY`, `HF_TOKEN`, …).
+    """A message without the `user:password@` of any address in it, without what its parts name as a secret
+    (`?token=…`, `Authorization: …`), and without the value of any environment variable whose name is that of a secret
+    (`OPENAI_API_KEY`, `AWS_SECRET_ACCESS_KEY`, `HF_TOKEN`, `PGPASS`, …), or the password in an address of one.
 
-    >>> without_secrets("no answer from https://me:secret@host/path")
-    'no answer from https://***@host/path'
+    >>> without_secrets("no answer from https://me:secret@host/path?sig=1f")
+    'no answer from https://***@host/path?sig=***'
     """
     if not text:
         return text
-    values = {value for name, value in os.environ.items() if len(value) >= SHORTEST and _VARIABLE.search(name)}
-    for value in sorted(values, key=len, reverse=True):  # one may be a part of another
+    for value in _secret_values(tuple(os.environ.items())):
         text = text.replace(value, "***")
-    return well_formed(_ADDRESS.sub("***@", text))
+    for form, shown in (*_IN_ADDRESS, *_SHAPES, *_NAMED_IN_TEXT):
+        text = form.sub(shown, text)
+    return well_formed(text)
+
+
+def redact_error(error: BaseException) -> None:
+    """Take the secrets out of the words of an error, and of those that it stands for or came from, in place: who
+    catches it may record it, as Prefect does."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        each.args = tuple(without_secrets(word) if isinstance(word, str) else word for word in each.args)
+        if isinstance(each, OSError) and isinstance(each.strerror, str):
+            each.strerror = without_secrets(each.strerror)
+        if notes := getattr(each, "__notes__", None):
+            each.__notes__ = [without_secrets(note) for note in notes]
+        waiting += [each.__cause__, each.__context__]
+        waiting += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+
+
+@functools.lru_cache(maxsize=8)
+def _secret_values(environment: tuple[tuple[str, str], ...]) -> list[str]:
+    """The secrets of an environment as they may stand in a text, the longest first: one may be a part of another."""
+    values = set()
+    for name, value in environment:
+        if _VARIABLE.search(name) and not _NOT_ONE.search(name):
+            values.add(value)
+        parts = [match[1] for match in _PASSWORD.finditer(value)]
+        parts += [match[0].partition("=")[2] for form, _ in _IN_ADDRESS[1:] for match in form.finditer(value)]
+        values |= {form for part in parts for form in (part, unquote(part))}
+    written = {form for value in values for form in (value, quote(value, safe=""), repr(value)[1:-1], value.strip())}
+    return sorted((value for value in written if len(value) >= SHORTEST), key=len, reverse=True)
+
+
+_PASSWORD = re.compile(r"://[^\s:/?#@]*:([^\s]*)@")
+
+
+def holds_secret(text: str) -> bool:
+    """Whether an address, or another setting, has a secret in it."""
+    return any(form.search(text) for form, _ in (*_IN_ADDRESS, *_SHAPES))
+
+
+_HARMLESS = "\n\t\u200c\u200d" + "".join(map(chr, (0xA0, 0x1680, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000)))
+"""Line break, tab, joiners of letters and emojis, spaces: Python calls none of them printable."""
+
+
+def printable(text: str) -> str:
+    """Text without control characters other than newline and tab, and without those that turn its direction."""
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in _HARMLESS else "·" for c in text)
+
+
+def one_line(text: str) -> str:
+    """Text that cannot break a line, nor steer the terminal: a policy may say anything. It keeps its length."""
+    return printable(text).replace("\n", "⏎").replace("\t", " ")
+
+
+def as_markdown(text: str) -> str:
+    """Text in one line of Markdown, a cell of a table too, that shows its characters: no link, no image, no HTML.
+
+    >>> print(as_markdown("![x](http://a) <b>"))
+    !\\[x\\](http\\://a) &lt;b&gt;
+    """
+    text = re.sub(r"([\\`*_\[\]|~]|:(?=//)|(?<=www)\.)", r"\\\1", _in_one_line(text))
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def as_markdown_code(text: str) -> str:
+    """The same as code.
+
+    >>> print(as_markdown_code("a`b|c"))
+    `a'b\\|c`
+    """
+    return "`" + _in_one_line(text).replace("`", "'").replace("|", "\\|") + "`"
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(printable(text).split())
 
 
 def well_formed(text: str) -> str:
@@ -103,16 +222,20 @@ def _too_deep() -> json.JSONDecodeError:
 
 
 def secret_settings(document: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted keys of a run file whose names say that a secret stands there; one that names a variable may."""
+    """Dotted keys of a run file whose names say that a secret stands there, or whose values have its form; a key that
+    names a variable may be there."""
     for key, value in document.items():
         if isinstance(value, Mapping):
             yield from secret_settings(value, f"{prefix}{key}.")
-        elif isinstance(value, str) and value and _SETTING.search(key):
+        elif isinstance(value, list | tuple):
+            yield from secret_settings({str(place): each for place, each in enumerate(value)}, f"{prefix}{key}.")
+        elif isinstance(value, str) and value and (_SETTING.search(key) or holds_secret(value)):
             yield f"{prefix}{key}"
 
 
 def redact_logs() -> None:
-    """Let no logger of this process say a secret, nor an exception that is logged; once is enough."""
+    """Let no logger of this process say a secret or steer a terminal, nor an exception that is logged; once is
+    enough."""
     make = logging.getLogRecordFactory()
     if getattr(make, "redacts", False):
         return
@@ -123,11 +246,11 @@ def redact_logs() -> None:
             said = record.getMessage()
         except (TypeError, ValueError):
             return record  # its handler complains of arguments that do not fit
-        if (shown := without_secrets(said)) != said:
+        if (shown := printable(without_secrets(said))) != said:
             record.msg, record.args = shown, ()
         if record.exc_info and record.exc_info[0] is not None:
             said = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
-            if (shown := without_secrets(said)) != said:
+            if (shown := printable(without_secrets(said))) != said:
                 record.exc_info, record.exc_text = None, shown  # what formatters print instead
         return record
 

@@ -244,7 +244,8 @@ def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
     for key in secret_settings(document):
         raise ConfigError(
             f"{source}: {key} looks like a secret, and the settings of a run are recorded for all to read: put it "
-            "into the environment variable that its library reads (HF_TOKEN, OPENAI_API_KEY, the AWS chain)"
+            "into the environment variable that its library reads (HF_TOKEN, OPENAI_API_KEY, the AWS chain; "
+            "MILLRACE_TRACKING for an address of MLflow with a password)"
         )
     for key, value in leaves(document):
         if isinstance(value, float) and value != value:

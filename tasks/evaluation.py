@@ -31,7 +31,7 @@ class EvaluationFailed(UserError):
 
 
 def look_up_policy(*, store: str, run: str, version: int | None) -> tuple[RunLog, dict[str, Any], int]:
-    """A run's log and configuration, and a policy version, by default the newest. Raises `NotFound` and `InvalidInput`."""
+    """A run's log, configuration and a policy version, by default the newest. Raises `NotFound` and `InvalidInput`."""
     log = run_log(store=store, run=run)
     return log, local_config(log), find_policy(log, version).version
 

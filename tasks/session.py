@@ -31,6 +31,7 @@ from infra.user_code import source_sha256
 from rollouts.production.prompts import task_set
 from settings.errors import failure_text
 from settings.places.state_folder import home, store_uri
+from settings.redaction import redact_error
 from settings.run_file import RunConfig, default_values
 from storage.log.entries import End, Outcome, Session
 from storage.log.run_log import RunLog
@@ -93,6 +94,7 @@ class RunSession:
             if self.id:
                 self.end("finished")
         except BaseException as error:
+            redact_error(error)
             if self.id:
                 await self._give_up(error)
             raise

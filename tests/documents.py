@@ -212,6 +212,7 @@ COVERED_BY = {
     "ray attach *": "needs the cluster that `ray up` makes",
     "python -m benchmarks.orchestration --rounds 3000": f"{_IDLE}; its sums: "
     "test_overhead_is_what_is_neither_generation_nor_reward_nor_training",
+    "python -m benchmarks.bad_clients": f"{_IDLE}; the limits: test_each_limit_has_its_status",
     "python -m benchmarks.producers": f"{_IDLE}; its sums: test_only_attempts_committed_within_the_window_count",
     "python -m benchmarks.rollout_speed": "needs minutes of vLLM on an idle machine",
     "python -m benchmarks.trl_speed": "needs minutes of vLLM and TRL on an idle machine",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.terminal.arguments import StoreOption, open_named_store
-from cli.terminal.console import open_console
+from cli.terminal.console import say
 from settings.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def exporter(
         ) from error
     address = f"http://{host}:{server.server_port}/metrics"
     try:
-        open_console(soft_wrap=True).print(f"{address} has the runs of {opened.uri}; Ctrl-C ends it")
+        say(f"{address} has the runs of {opened.uri}; Ctrl-C ends it")
         thread.join()
     except KeyboardInterrupt:
         server.shutdown()

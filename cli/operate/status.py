@@ -20,10 +20,10 @@ from rich.text import Text
 
 from cli.terminal.arguments import JsonOption, StoreOption, open_named, open_named_store, print_json
 from cli.terminal.console import open_console
-from cli.terminal.formatting import ago, lasted, number, one_line, plain_table
+from cli.terminal.formatting import ago, lasted, number, plain_table
 from settings.errors import InvalidInput, counted, in_one_line
 from settings.places.hints import command
-from settings.redaction import without_secrets
+from settings.redaction import one_line, without_secrets
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
@@ -381,7 +381,7 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
         scores = [run["accuracy_before"], run["accuracy_after"]][-run["evaluations"] :]
         cells = (
             run["run"],
-            one_line(run["workflow"] or "-"),
+            run["workflow"] or "-",
             "training" if run["is_training"] else (run["ended"] or "").partition(" ")[0],
             str(run["step"]),
             f"{run['trajectories']:,}",
@@ -395,5 +395,5 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
         names.remove("champion")
     table = plain_table(*names, right=("steps", "attempts", "tasks", "champion"))
     for row in rows:
-        table.add_row(*(row[name] for name in names))
+        table.add_row(*(Text(one_line(row[name])) for name in names))
     return table

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.terminal.arguments import StoreOption, open_named
+from cli.terminal.console import say
 from settings.errors import InvalidInput
 from settings.places.hints import command
 from settings.redaction import without_secrets
@@ -27,7 +28,7 @@ ReasonOption = Annotated[str, typer.Option(help="Shown by status; by default who
 
 def stop(run: str, store: StoreOption = "") -> None:
     """End the training of a run on this machine, as Ctrl-C or Prefect's Cancel would; `train` continues it."""
-    typer.echo(f"run {run} has stopped at step {stop_run(open_named(run, store))}")
+    say(f"run {run} has stopped at step {stop_run(open_named(run, store))}")
 
 
 def stop_run(log: RunLog, *, seconds: float = 45.0) -> int:
@@ -92,10 +93,10 @@ def pause(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None:
 
     log = open_named(run, store, appends=True)
     if earlier := log.state.paused:
-        typer.echo(f"run {run} is paused already: {earlier}")
+        say(f"run {run} is paused already: {earlier}")
         return
     log.append(Pause(reason=reason or _who_asked()))
-    typer.echo(
+    say(
         f"run {run} pauses at step {log.state.step}{_where(log)}; "
         f"`{command('resume', run, store=log.store.uri)}` continues it, also after it was stopped and started again"
     )
@@ -107,10 +108,10 @@ def resume(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None
 
     log = open_named(run, store, appends=True)
     if not log.state.paused:
-        typer.echo(f"run {run} is not paused; it stands at step {log.state.step}")
+        say(f"run {run} is not paused; it stands at step {log.state.step}")
         return
     log.append(Resume(reason=reason or _who_asked()))
-    typer.echo(f"run {run} goes on from step {log.state.step}{_where(log)}")
+    say(f"run {run} goes on from step {log.state.step}{_where(log)}")
 
 
 def _where(log: RunLog) -> str:

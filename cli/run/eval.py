@@ -68,8 +68,8 @@ def print_evaluation(evaluation: dict[str, Any], console: Console) -> None:
 
     fields = {key: value for key, value in evaluation.items() if key not in ("run", "gate")}
     score, facts = held_out(Evaluation(**fields))
+    what = f"policy {evaluation['version']} of run {evaluation['run']}, split {evaluation['split']!r}"
     console.print(
-        f"policy {evaluation['version']} of run {evaluation['run']}, split {escape(repr(evaluation['split']))}: "
-        f"[bold cyan]{score}[/] [dim]{facts}[/]",
+        f"{escape(what)}: [bold cyan]{escape(score)}[/] [dim]{escape(facts)}[/]",
         soft_wrap=True,
     )

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.logging import RichHandler
 
+from infra.environment import make_home
 from infra.services import ServiceFailed, check_prefect_database, end_orphaned_servers, running_services
 from infra.structured_logs import log_driver, logs_are_json
-from settings.errors import UserError, path_errors
+from settings.errors import UserError
 from settings.places.hints import command
 from settings.places.state_folder import home
 from settings.redaction import without_secrets
@@ -40,8 +41,7 @@ def run_flow(
     Raises `ServiceFailed` if Prefect's server is away, `InvalidInput` for a state folder that cannot be made.
     """
     try:
-        with path_errors(f"MILLRACE_HOME {home()}"):
-            home().mkdir(parents=True, exist_ok=True)
+        make_home()
         end_orphaned_servers(home())
         use_running_services()
         if not os.environ.get("PREFECT_API_URL"):

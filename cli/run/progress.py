@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
 
 from cli.operate.rounds import LEGEND, rounds_table
@@ -38,7 +39,7 @@ class Follower:
 
     def __enter__(self) -> Follower:
         if self._shown:
-            self._console.print(f"continuing run [bold]{self._log.run_id}[/] at step {self._log.state.step}")
+            self._console.print(f"continuing run [bold]{escape(self._log.run_id)}[/] at step {self._log.state.step}")
         self._status.start()
         self._thread.start()
         return self
@@ -62,7 +63,7 @@ class Follower:
         for entry in self._log.entries[self._shown :]:
             self._show(entry)
         self._shown = len(self._log.entries)
-        self._status.update(self._stage())
+        self._status.update(escape(self._stage()))
 
     def _stage(self) -> str:
         state = self._log.state
@@ -76,14 +77,16 @@ class Follower:
         match entry.body:
             case Session() as session:
                 self._console.print(
-                    f"[dim]run {self._log.run_id}, session {session.id}, code {session.code_version}[/]"
+                    f"[dim]{escape(f'run {self._log.run_id}, session {session.id}, code {session.code_version}')}[/]"
                 )
             case Policy() as policy:
-                self._console.print(f"[dim]base policy {policy.weights_sha256[:12]} at {policy.path}[/]")
+                self._console.print(f"[dim]base policy {escape(f'{policy.weights_sha256[:12]} at {policy.path}')}[/]")
             case Evaluation() as evaluation:
                 score, facts = held_out(evaluation)
                 colour = "red" if evaluation.failed else "cyan"
-                self._console.print(f"[bold {colour}]policy {evaluation.version}: {score}[/] [dim]{facts}[/]")
+                self._console.print(
+                    f"[bold {colour}]policy {evaluation.version}: {escape(score)}[/] [dim]{escape(facts)}[/]"
+                )
             case Step() as step:
                 is_first, self._header_shown = not self._header_shown, True
                 if is_first:

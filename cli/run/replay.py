@@ -116,7 +116,7 @@ def print_replay(result: dict[str, Any], console: Console) -> None:
     elif result["unchanged"]:
         console.print(
             "[red]the weights differ from the recorded ones[/]: look for other hardware, another device, or other "
-            f"code (recorded by {result['recorded_code']}, this is {result['code']})",
+            f"code (recorded by {escape(result['recorded_code'])}, this is {result['code']})",
             soft_wrap=True,
         )
     else:
@@ -133,7 +133,7 @@ def _one_step(step: dict[str, Any]) -> Table:
     table.add_row("distance", "", _number(step["distance"]))
     table.add_row("cosine", "", _number(step["cosine"]))
     for name, value in step["replayed"].items():
-        table.add_row(name, _number(step["recorded"].get(name)), _number(value))
+        table.add_row(escape(name), _number(step["recorded"].get(name)), _number(value))
     return table
 
 

@@ -82,20 +82,20 @@ def _print(log: RunLog, result: Rescored, console: Console) -> None:
         means = f"{comparison.means[0]:.4f} → {comparison.means[1]:.4f}" if comparison.means else "-"
         correlation = "-" if comparison.correlation is None else f"{comparison.correlation:.4f}"
         share = f"{comparison.changed} ({100 * comparison.changed / max(1, comparison.attempts):.1f} %)"
-        table.add_row(split, str(comparison.attempts), str(comparison.nulls), means, share, correlation)
+        table.add_row(escape(split), str(comparison.attempts), str(comparison.nulls), means, share, correlation)
     console.print(table)
     name = result.rewards.name
     already = f", {result.known_shards} had them" if result.known_shards else ""
     console.print(
         f"rewards [bold]{escape(name)}[/]: {counted(result.new_shards, 'shard')} scored{already}; "
-        f"{log.store.uri}/{log.key(f'rewards/{name}')}",
+        + escape(f"{log.store.uri}/{log.key(f'rewards/{name}')}"),
         soft_wrap=True,
     )
     if result.failures:
         counts = ", ".join(f"{count} {reason}" for reason, count in result.failures.items())
-        console.print(f"[yellow]null instead of a reward: {counts}[/]; the first: {escape(result.first_error)}")
+        console.print(f"[yellow]null instead of a reward: {escape(counts)}[/]; the first: {escape(result.first_error)}")
     for shard_id, reason in result.skipped.items():
-        console.print(f"[yellow]shard {shard_id} was left out[/]: {escape(reason)}", soft_wrap=True)
+        console.print(f"[yellow]shard {escape(shard_id)} was left out[/]: {escape(reason)}", soft_wrap=True)
     if log.state.step:
         replay = command("replay", log.run_id, "--step", log.state.step, "--rewards", name, store=log.store.uri)
         console.print(f"[dim]train on them: {escape(replay)}[/]", soft_wrap=True)

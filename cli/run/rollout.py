@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from cli.terminal.arguments import StoreOption, open_named
 from cli.terminal.console import open_console
-from cli.terminal.formatting import number, printable
+from cli.terminal.formatting import number
 from settings.errors import counted
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def produce(
     plan_rollouts(**options)  # refuses what cannot work before anything heavy starts
     console = open_console()
     ended = run_flow(rollout(**options), console)["ended"]
-    console.print(f"no more rollouts for run {run} from here: {escape(ended)}")
+    console.print(f"no more rollouts for run {escape(run)} from here: {escape(ended)}")
 
 
 def once(
@@ -93,11 +93,11 @@ async def _attempt(log: RunLog, *, num_prompts: int) -> list[RolloutGroup]:
 def _print_attempt(trajectory: Trajectory, console: Console) -> None:
     parts = ", ".join(f"{name} {number(value)}" for name, value in trajectory.reward_parts.items())
     facts = f"reward {number(trajectory.reward)}" + (f" ({parts})" if parts else "")
-    console.print(f"  attempt {trajectory.attempt}: {trajectory.status}, {escape(facts)}", style="cyan")
+    console.print(f"  attempt {trajectory.attempt}: {escape(f'{trajectory.status}, {facts}')}", style="cyan")
     if trajectory.error:
-        console.print(escape(indent(printable(trajectory.error), "    ")), style="red")
+        console.print(escape(indent(trajectory.error, "    ")), style="red")
     for message in trajectory.messages:
-        console.print(f"    [dim]{message.role:>9}[/] {escape(printable(message.content))}")
+        console.print(f"    [dim]{escape(f'{message.role:>9}')}[/] {escape(message.content)}")
     for turn in trajectory.turns:
         for call in turn.tool_calls:
             outcome = "failed" if call.failed else "→"

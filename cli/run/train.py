@@ -148,7 +148,7 @@ def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *
     )
     tasks = "" if status["accuracy_tasks"] is None else f" on {counted(status['accuracy_tasks'], 'task')}"
     run_folder = f"{status['store']}/runs/{config.run}"
-    console.print(f"\n[bold]run {config.run}[/]")
+    console.print(f"\n[bold]run {escape(config.run)}[/]")
     console.print(
         f"held-out score [bold]{before} → {after}[/]{tasks} after {counted(status['step'], 'step')}, "
         f"{lasted(status['wall_seconds'])}, at most {status['peak_memory_bytes'] / 2**30:.1f} GiB"
@@ -156,16 +156,16 @@ def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *
     if status["reward_steps"] is not None:
         console.print(f"reward {reward_text(status)}")
     if sentence := parted(status):
-        console.print(f"[yellow]{sentence}[/]")
+        console.print(f"[yellow]{escape(sentence)}[/]")
     mlflow = f"{status['mlflow_model']} version {status['mlflow_version']}"
     if status["mlflow_model"] is None:
         mlflow = "does not have this policy (yet, or by tracking.register)"
     console.print(
-        f"run      {run_folder}\n"
-        f"shards   {run_folder}/shards: {counted(status['shards'], 'file')}, "
+        f"run      {escape(run_folder)}\n"
+        f"shards   {escape(run_folder)}/shards: {counted(status['shards'], 'file')}, "
         f"{counted(status['trajectories'], 'training row')}\n"
-        f"model    {status['policy']}\n"
-        f"MLflow   {mlflow}\n",
+        f"model    {escape(str(status['policy']))}\n"
+        f"MLflow   {escape(mlflow)}\n",
         soft_wrap=True,
     )
     in_store = {"store": status["store"]}

@@ -1,7 +1,8 @@
 """The consoles that commands print on.
 
-In: which stream. Out: a rich console. Outside of a terminal nothing is folded or cut, so that `millrace runs | grep`
-finds whole names; there a line is as long as what it says.
+In: which stream. Out: a rich console that prints no control character but its own, whoever chose the words. Outside of
+a terminal nothing is folded or cut, so that `millrace runs | grep` finds whole names; there a line is as long as what
+it says.
 """
 
 from __future__ import annotations
@@ -9,21 +10,38 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from settings.redaction import printable
 
 _ENDLESS = 100_000  # characters; rich has no console without a width
 
 
 def open_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
     """A console that colours nothing by itself: as wide as the terminal, or as `COLUMNS` says, or as its lines."""
-    console = Console(highlight=False, stderr=stderr, soft_wrap=soft_wrap)
+    console = _Plain(highlight=False, emoji=False, stderr=stderr, soft_wrap=soft_wrap)
     if not console.is_terminal:
         console.file = _Trimmed(sys.stderr if stderr else sys.stdout)  # type: ignore[assignment]
         if not os.environ.get("COLUMNS"):
             console.width = _ENDLESS
     return console
+
+
+def say(sentence: str) -> None:
+    """Print a sentence without markup, in one line."""
+    open_console(soft_wrap=True).print(sentence, markup=False)
+
+
+class _Plain(Console):
+    """A console on which a policy, a task or a store's writer steers nothing: control characters are `·`."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 class _Trimmed:

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from cli.terminal.console import open_console
 from settings.errors import UserError, missing_package
-from settings.redaction import without_secrets
+from settings.redaction import printable, without_secrets
 
 TRACEBACK = "MILLRACE_TRACEBACK"
 """Environment variable: with a value, the errors that are one line show their traceback too."""
@@ -39,7 +39,7 @@ def explained() -> Iterator[None]:
             first = missing_package(first.name) or first
         is_mendable = isinstance(first, UserError)
         if not is_mendable or os.environ.get(TRACEBACK):
-            sys.stderr.write(without_secrets("".join(traceback.format_exception(error))))
+            sys.stderr.write(printable(without_secrets("".join(traceback.format_exception(error)))))
         if is_mendable:
             console = open_console(stderr=True, soft_wrap=True)
             console.print(f"[bold red]error:[/] {escape(without_secrets(str(first)))}")

@@ -80,16 +80,6 @@ def versions_of(row: Mapping[str, Any]) -> str:
     return ranges(range(row["head_version"], row["tail_version"] + 1))
 
 
-def printable(text: str) -> str:
-    """Text without control characters other than newline and tab."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
-
-
-def one_line(text: str) -> str:
-    """Text that cannot break a line, nor steer the terminal: a policy may say anything. It keeps its length."""
-    return printable(text).replace("\n", "⏎").replace("\t", " ")
-
-
 def shortened(text: str, most: int) -> str:
     """At most so many characters, the last of them `…` where some are missing."""
     return text if len(text) <= most else text[: most - 1] + "…"

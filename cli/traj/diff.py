@@ -16,9 +16,10 @@ from rich.text import Text
 
 from cli.terminal.arguments import StoreOption, open_named
 from cli.terminal.console import open_console
-from cli.terminal.formatting import number, one_line, plain_table, printable, versions_of
+from cli.terminal.formatting import number, plain_table, versions_of
 from cli.traj.finding import decode, find_trajectories, load_tokenizer, outcome_of, tool_call
 from settings.errors import counted
+from settings.redaction import one_line, printable
 
 MOST_ROWS = 24
 """Tokens whose logprobs are listed; of more, the ones that differ most."""
@@ -89,7 +90,7 @@ def _print(a: Side, b: Side, console: Console, *, by_text: bool) -> None:
     others = _facts(b, parts)
     for name, left in _facts(a, parts).items():
         style = "" if left == others[name] else "yellow"
-        table.add_row(name, Text(left, style=style), Text(others[name], style=style))
+        table.add_row(Text(name), Text(left, style=style), Text(others[name], style=style))
     table.add_row()
     table.add_row("said", _messages(a, other=b), _messages(b, other=a))
     if any(len(side.row["turns"]) > 1 or side.row["turns"][0]["tool_calls"] for side in (a, b)):

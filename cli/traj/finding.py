@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.text import Text
 
 from cli.terminal.console import open_console
-from cli.terminal.formatting import one_line
 from settings.errors import InvalidInput, counted
 from settings.places.hints import command
+from settings.redaction import one_line
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog

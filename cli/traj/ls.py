@@ -16,9 +16,10 @@ from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, open_named
 from cli.terminal.console import open_console
-from cli.terminal.formatting import number, one_line, versions_of
+from cli.terminal.formatting import number, versions_of
 from cli.traj.finding import NEWEST, condition, newest_shards, note_left_out, outcome_of, why_missing
 from settings.errors import InvalidInput, in_one_line
+from settings.redaction import one_line
 
 
 def ls(
@@ -38,7 +39,7 @@ def ls(
         if where:
             raise InvalidInput("--where is about trajectories, and attempts that failed left none")
         for failure in newest_failures(log, count, include_eval=include_eval):
-            console.print(f"{escape(failure.id)}  {failure.status}  [red]{escape(in_one_line(failure.error))}[/]")
+            console.print(f"{escape(f'{failure.id}  {failure.status}')}  [red]{escape(in_one_line(failure.error))}[/]")
         return
     shard_ids = None if where else newest_shards(log.state, count, include_eval=include_eval)
     sql = f"""

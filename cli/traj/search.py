@@ -6,7 +6,6 @@ In: a run, a query and filters as typed. Out: what matches, best first, as a tab
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import time
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -16,13 +15,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named
+from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named, print_json
 from cli.terminal.console import open_console
-from cli.terminal.formatting import number, one_line, plain_table, versions_of
+from cli.terminal.formatting import number, plain_table, versions_of
 from cli.traj.finding import check_step
 from infra.environment import cache_folder
 from settings.errors import InvalidInput, counted
 from settings.places.hints import command
+from settings.redaction import one_line
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
@@ -96,7 +96,7 @@ def search(
         notes.print(f"the index lacks {counted(behind, 'shard')} of the run; leave out --no-update to add what is new")
     matches = index.find(query, filters, count=count, similar=similar)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(match) for match in matches], indent=2, ensure_ascii=False))
+        print_json([dataclasses.asdict(match) for match in matches])
     else:
         _print(matches, query, open_console())
 
@@ -121,7 +121,7 @@ def _update_index(index: SearchIndex, notes: Console, **options: Any) -> Update:
 
         report = index.update(progress=progress, **options)
     for shard_id, reason in report.damaged.items():
-        notes.print(f"[yellow]left out:[/] shard {shard_id}: {reason}", soft_wrap=True)
+        notes.print(f"[yellow]left out:[/] shard {escape(shard_id)}: {escape(reason)}", soft_wrap=True)
     return report
 
 
@@ -158,7 +158,8 @@ def _print(matches: list[Match], query: SearchQuery, console: Console) -> None:
         outcome = "held-out" if one.is_eval else f"{one.outcome or '-'}{f' {one.step}' if one.step else ''}"
         score = "-" if one.score is None else f"{one.score:.2f}"
         versions = versions_of(vars(one))
-        table.add_row(one.id, score, number(one.reward), one.status, versions, outcome, snippet(one.text, query))
+        cells = (one.id, score, number(one.reward), one.status, versions, outcome)
+        table.add_row(*(Text(one_line(cell)) for cell in cells), snippet(one.text, query))
     console.print(table)
 
 

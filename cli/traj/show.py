@@ -18,9 +18,10 @@ from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, open_named
 from cli.terminal.console import open_console
-from cli.terminal.formatting import facts_table, number, printable, versions_of
+from cli.terminal.formatting import facts_table, number, versions_of
 from cli.traj.finding import decode, find_failure, find_trajectories, load_tokenizer, outcome_of, tool_call
 from settings.errors import counted
+from settings.redaction import printable
 
 if TYPE_CHECKING:
     from cli.traj.coloring import Coloring
@@ -52,8 +53,8 @@ def show(
 
     log, console = open_named(run, store), open_console()
     if trajectory and (failure := find_failure(log, trajectory)):
-        error = Text(printable(failure.error), style="red")
-        title = escape(f"{failure.id}  {failure.status}, no reward")
+        error = Text(failure.error, style="red")
+        title = Text(f"{failure.id}  {failure.status}, no reward")
         console.print(Panel(error, title=title, title_align="left", expand=console.is_terminal))
         return
     colorist, tokenizer = Colorist(log, color, cache=cache_folder()), load_tokenizer(log)
@@ -79,7 +80,7 @@ def _print(row: Mapping[str, Any], pieces: Sequence[str], coloring: Coloring, co
         lines.add_row("sequence", f"{row['sequence_idx']} of the same attempt, which edited its history")
     for message in row["messages"]:
         style = "bold green" if message["is_completion"] else "cyan"
-        lines.add_row(message["role"], Text(printable(message["content"]), style=style))
+        lines.add_row(Text(message["role"]), Text(message["content"], style=style))
     parts = ", ".join(f"{escape(name)} {number(value)}" for name, value in row["reward_parts"])
     if len(row["reward_parts"]) > _MOST_PARTS:
         lines.add_row("reward", parts)
@@ -89,13 +90,14 @@ def _print(row: Mapping[str, Any], pieces: Sequence[str], coloring: Coloring, co
     beside = "   beside it @ the policy version" if coloring.name == "logprob" else ""
     lines.add_row(coloring.name, coloring.legend.copy().append(beside, style="dim"))
     title = f"reward [bold]{number(row['reward'])}[/]" + (f" ({parts})" if parts else "")
-    title += f"  policy {versions_of(row)}  {row['status']}"
-    footer = f"{escape(row['id'])}  {outcome_of(row)}"
+    title += f"  policy {versions_of(row)}  {escape(row['status'])}"
+    footer = f"{escape(row['id'])}  {escape(outcome_of(row))}"
     if not row["accepted"]:
         footer += f": {escape(row['reject_reason'])}"
     footer += f"  shard {escape(row['shard_id'])}"
     aligned: Any = {"title_align": "left", "subtitle_align": "left", "expand": console.is_terminal}
-    console.print(Panel(lines, title=title, subtitle=footer, **aligned))
+    ends = {name: Text.from_markup(text, emoji=False) for name, text in (("title", title), ("subtitle", footer))}
+    console.print(Panel(lines, **ends, **aligned))
 
 
 def _add_turns(lines: Table, row: Mapping[str, Any], pieces: Sequence[str], coloring: Coloring) -> None:

@@ -21,10 +21,11 @@ from rich.text import Text
 
 from cli.terminal.arguments import JsonOption, StoreOption, open_named
 from cli.terminal.console import open_console
-from cli.terminal.formatting import facts_table, one_line, plain_table, shortened
+from cli.terminal.formatting import facts_table, plain_table, shortened
 from cli.traj.finding import note_left_out
 from settings.errors import InvalidInput
 from settings.places.hints import command
+from settings.redaction import one_line, printable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -109,7 +110,7 @@ def _plain(value: Any) -> Any:
 def _write_json(reader: pa.RecordBatchReader, out: TextIO) -> None:
     separator = "[\n"
     for row in _rows(reader):
-        out.write(separator + json.dumps(dict(zip(reader.schema.names, row, strict=True)), ensure_ascii=False))
+        out.write(separator + json.dumps(dict(zip(reader.schema.names, row, strict=True))))
         separator = ",\n"
     out.write("[]\n" if separator == "[\n" else "\n]\n")
 
@@ -120,7 +121,8 @@ def _write_csv(reader: pa.RecordBatchReader, out: TextIO) -> None:
     writer = csv.writer(out)
     writer.writerow(reader.schema.names)
     for row in _rows(reader):
-        writer.writerow([json.dumps(v, ensure_ascii=False) if isinstance(v, list | dict) else v for v in row])
+        cells = [json.dumps(v, ensure_ascii=False) if isinstance(v, list | dict) else v for v in row]
+        writer.writerow([printable(cell) if out.isatty() and isinstance(cell, str) else cell for cell in cells])
 
 
 def _print(reader: pa.RecordBatchReader, console: Console) -> None:

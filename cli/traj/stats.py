@@ -5,19 +5,20 @@ In: an open run and a filter. Out: a dictionary of plain numbers, or the same as
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, WhereOption, open_named
+from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, WhereOption, open_named, print_json
 from cli.terminal.console import open_console
-from cli.terminal.formatting import facts_table, number, one_line, plain_table
+from cli.terminal.formatting import facts_table, number, plain_table
 from cli.traj.finding import condition, note_left_out
 from settings.errors import InvalidInput, counted
+from settings.redaction import one_line
 
 if TYPE_CHECKING:
     from storage.views.queries import Queries
@@ -81,7 +82,7 @@ def stats(
     queries = open_queries(open_named(run, store))
     numbers = trajectory_stats(queries, by=by, where=where, include_eval=include_eval, solved=solved)
     if as_json:
-        typer.echo(json.dumps(numbers, indent=2, ensure_ascii=False))
+        print_json(numbers)
     else:
         _print(numbers, open_console(), by=by)
     note_left_out(queries.left_out)
@@ -156,7 +157,7 @@ def _print(stats: dict[str, Any], console: Console, *, by: str) -> None:
     for name in ("statuses", "outcomes", "failures"):
         if stats[name]:
             note = "  [dim]attempts that left no trajectory[/]" if name == "failures" else ""
-            lines.add_row(name, "  ".join(f"{key} {count}" for key, count in stats[name].items()) + note)
+            lines.add_row(name, escape("  ".join(f"{key} {count}" for key, count in stats[name].items())) + note)
     lines.add_row(
         "repeats",
         f"{stats['same_in_group_share']:.1%} of replies repeat one of their group, "

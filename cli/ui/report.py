@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.terminal.arguments import StoreOption, check_target, open_named
+from cli.terminal.console import say
 from settings.places.state_folder import home
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def report(
     store: StoreOption = "",
 ) -> None:
     """Write one web page about a run, that opens from disk: curves, time, staleness, groups, prompts."""
-    typer.echo(write_report(open_named(run, store), out).as_uri())
+    say(write_report(open_named(run, store), out).as_uri())
 
 
 def write_report(log: RunLog, out: Path | None) -> Path:

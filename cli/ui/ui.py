@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from cli.terminal.arguments import StoreOption, open_named, open_named_store
-from cli.terminal.console import open_console
+from cli.terminal.console import say
 from settings.errors import InvalidInput
 
 TOKEN_VARIABLE = "MILLRACE_UI_TOKEN"
@@ -48,7 +48,7 @@ def ui(
     # Behind the `#`: a browser sends that part to no server, so no log of one has the token.
     place = f"#token={token}" if token else ""
     address = f"http://{reached}:{port}/{place}{('&' if place else '#') + f'run={run}' if run else ''}"
-    open_console(soft_wrap=True).print(f"{address} has the runs of {opened.uri}; Ctrl-C ends it", markup=False)
+    say(f"{address} has the runs of {opened.uri}; Ctrl-C ends it")
     if browser and is_loopback(host):
         import webbrowser
 

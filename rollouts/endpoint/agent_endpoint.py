@@ -25,6 +25,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, FiniteFloat
 
 from rollouts.chat.chat import Chat, OutOfRoom
+from rollouts.endpoint.connections import BACKLOG, Bodies, Connections, key_of, unknown_key
 from rollouts.endpoint.history import History
 from rollouts.endpoint.openai_responses import ResponseRequest, response, response_events
 from rollouts.endpoint.openai_wire import (
@@ -72,6 +73,7 @@ class Session:
         self.responses: dict[str, list[WireMessage]] = {}
         """Response id (Responses API) → the conversation up to and with that response, without instructions."""
         self.chat = chat
+        self.bodies = Bodies()
         self._history = History()
         self._running: set[asyncio.Task[Any]] = set()
 
@@ -162,7 +164,7 @@ class Session:
         try:
             await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
             if working.cancelled():
-                raise _unknown_key()
+                raise unknown_key()
             if not working.done():
                 raise Refused(499, "the client has disconnected")
             return working.result()
@@ -180,13 +182,19 @@ class AgentEndpoint:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         """What an OpenAI client takes as `base_url`."""
+        self.connections = Connections(self._sessions.__contains__)
         self._server = _Server(
             uvicorn.Config(
-                _application(self._sessions.get),
+                _application(self._sessions.get, self.connections),
+                http=self.connections.protocol,  # type: ignore[arg-type]
+                ws="none",
+                backlog=BACKLOG,
+                proxy_headers=False,
                 log_config=None,
+                log_level="error",  # a client that speaks no HTTP is no news
                 access_log=False,
                 lifespan="off",
                 timeout_keep_alive=_KEEP_ALIVE,
@@ -246,18 +254,20 @@ class _Server(uvicorn.Server):
         return contextlib.nullcontext()
 
 
-def _application(find: Callable[[str], Session | None]) -> FastAPI:
+def _application(find: Callable[[str], Session | None], connections: Connections) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     def session_of(request: Request) -> Session:
-        session = find(request.headers.get("authorization", "").removeprefix("Bearer "))
+        key = key_of(request.headers.get("authorization", ""))
+        session = find(key)
         if session is None:
-            raise _unknown_key()
+            raise unknown_key()
+        connections.check(key)
         return session
 
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> Response:
-        return JSONResponse(error.body, error.status, headers={"x-should-retry": str(error.retry).lower()})
+        return JSONResponse(error.body, error.status, headers=error.headers)
 
     @app.exception_handler(404)
     async def not_found(request: Request, _: Exception) -> Response:
@@ -271,7 +281,8 @@ def _application(find: Callable[[str], Session | None]) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Response:
-        session, body = session_of(request), await _json(request)
+        session = session_of(request)
+        body = await _json(request, session)
         asked = read_request(ChatRequest, body, session.chat.sampling)
         answer = await session.run(session.answer(asked), until=_disconnected(request))
         completion = chat_completion(answer, model=str(body.get("model", "")))
@@ -281,7 +292,8 @@ def _application(find: Callable[[str], Session | None]) -> FastAPI:
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        session, body = session_of(request), await _json(request)
+        session = session_of(request)
+        body = await _json(request, session)
         asked = read_request(ResponseRequest, body, session.chat.sampling)
         conversation = [*session.earlier(asked.previous_response_id), *asked.messages]
         answering = session.answer(asked.chat_request(conversation), format_option="text")
@@ -296,7 +308,7 @@ def _application(find: Callable[[str], Session | None]) -> FastAPI:
     @app.post("/v1/sessions/reward")
     async def reward(request: Request) -> Any:
         session = session_of(request)
-        posted = read(PostedReward, await _json(request))
+        posted = read(PostedReward, await _json(request, session))
         session.post_reward(Score(reward=posted.reward, parts=posted.parts))
         return posted.model_dump()
 
@@ -307,9 +319,10 @@ def _events(events: Iterator[str]) -> Response:
     return StreamingResponse(events, media_type="text/event-stream")
 
 
-async def _json(request: Request) -> Any:
+async def _json(request: Request, session: Session) -> Any:
     try:
-        return well_formed_data(read_json(await request.body(), most_depth=_MOST_DEPTH))
+        body = await session.bodies.read(request.stream(), length=request.headers.get("content-length", ""))
+        return well_formed_data(read_json(body, most_depth=_MOST_DEPTH))
     except ValueError as error:
         raise Refused(400, f"the body of the request is not JSON: {error}") from error
 
@@ -324,7 +337,3 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _unknown_key() -> Refused:
-    return Refused(401, "no attempt that is running has this API key", code="invalid_api_key")

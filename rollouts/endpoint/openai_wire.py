@@ -48,12 +48,19 @@ class Refused(Exception):
     """A request that is answered with an error in OpenAI's format."""
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry: bool = False
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry: bool = False,
+        close: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.retry = retry
-        """OpenAI's clients retry after 409 and 5xx unless a header forbids it."""
+        self.headers = {"x-should-retry": str(retry).lower()} | ({"connection": "close"} if close else {})
+        """OpenAI's clients retry after 408, 409, 429 and 5xx unless a header forbids it."""
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

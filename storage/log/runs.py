@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from typing import IO, Any, Literal, TypeVar
 from settings.errors import InvalidInput, NotFound, UserError
 from settings.places.hints import command
 from settings.places.run_paths import absolute_paths, local_paths, moved_paths, recorded_paths
+from settings.places.state_folder import home
 from settings.redaction import without_secrets
 from storage.log.entries import Evaluation, Outcome, Policy
 from storage.log.run_log import RunLog
@@ -268,7 +268,7 @@ def own_scores(log: RunLog, config: dict[str, Any]) -> list[Evaluation]:
 def trainer_lock(log: RunLog) -> Iterator[None]:
     """Hold the right to train this run on this machine; the kernel frees it however the process ends.
 
-    Raises `RunBusy`. On S3 the lock covers one machine; on another, the log refuses a second trainer's first step.
+    Raises `RunBusy`. On S3 the lock covers one state folder; elsewhere, the log refuses a second trainer's first step.
     """
     with _opened(_lock_file(log)) as file:
         for tries_left in reversed(range(_TRIES)):
@@ -287,8 +287,8 @@ def trainer_lock(log: RunLog) -> Iterator[None]:
 
 
 def is_training(log: RunLog) -> bool:
-    """True if a process of this machine trains the run."""
-    with contextlib.suppress(FileNotFoundError), open(_lock_file(log)) as file:
+    """True if a process of this machine trains the run; on S3, one with this state folder."""
+    with contextlib.suppress(FileNotFoundError), open(_lock_file(log)) as file:  # another user's may be read alone
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -299,8 +299,9 @@ def is_training(log: RunLog) -> bool:
 def outcome(log: RunLog) -> Outcome | Literal["running", "vanished"]:
     """How the run's newest session ended, as the log says; `running` if it has not, or if the run is paused.
 
-    A driver that was killed wrote nothing: it has `vanished` if it worked on this machine and its lock is free, or if
-    elsewhere it has been silent for twice the time after which it would have reported a stall.
+    A driver that was killed wrote nothing: it has `vanished` if it worked on this machine (on S3, with this state
+    folder too) and its lock is free, or if elsewhere it has been silent for twice the time after which it would have
+    reported a stall.
     """
     state = log.state
     if state.ended is not None:
@@ -311,6 +312,7 @@ def outcome(log: RunLog) -> Outcome | Literal["running", "vanished"]:
         return "finished"
     host = state.sessions[-1].host
     is_here = host == platform.node() or (not host and isinstance(log.store, LocalStore))
+    is_here = is_here and (isinstance(log.store, LocalStore) or _lock_file(log).exists())
     if is_here:
         return "vanished"
     stall = float(run_config(log).get("rollout", {}).get("stall_timeout", _LONGEST_STALL))
@@ -329,7 +331,7 @@ def _lock_file(log: RunLog, holder: str = "trainer") -> Path:
     if isinstance(log.store, LocalStore):
         return log.store.root / log.key(f"{holder}.lock")
     run = sha256_of(f"{log.store.uri}/{log.run_id}".encode())[:16]
-    return Path(tempfile.gettempdir()) / f"millrace-{run}.{holder}.lock"
+    return home() / "locks" / f"{run}.{holder}.lock"
 
 
 def _opened(lock: Path) -> IO[str]:

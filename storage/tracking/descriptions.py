@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from settings.errors import in_one_line
+from settings.redaction import as_markdown, as_markdown_code
 from storage.log.entries import OUTCOMES, Session, Step
 from storage.log.promotion import CHAMPION
 from storage.log.run_log import RunLog
@@ -45,13 +46,13 @@ def describe_run(log: RunLog, config: dict[str, Any]) -> str:
     scores, champion = own_scores(log, config), state.aliases.get(CHAMPION)
     steps = f" of {state.sessions[-1].steps}" if state.sessions and state.sessions[-1].steps else ""
     facts = {
-        "workflow": f"`{config.get('workflow', '')}`",
-        "model": f"`{config['model']}`" if config.get("model") else "",
+        "workflow": as_markdown_code(config.get("workflow", "")),
+        "model": as_markdown_code(config["model"]) if config.get("model") else "",
         "steps": f"{state.step}{steps}",
         "held-out": " → ".join(dict.fromkeys(f"{e.score:.3f} (policy {e.version})" for e in scores[:1] + scores[-1:])),
         "champion": f"policy {champion.version}" if champion else "",
-        "ended": in_one_line(f"{state.ended.outcome} {state.ended.reason}".strip()) if state.ended else "",
-        "store": f"`{log.store.uri}/runs/{run}`",
+        "ended": as_markdown(in_one_line(f"{state.ended.outcome} {state.ended.reason}".strip())) if state.ended else "",
+        "store": as_markdown_code(f"{log.store.uri}/runs/{run}"),
         "all numbers": f"`millrace status {run}`, `millrace report {run}`; the end of a run puts its report among the "
         "artifacts",
         "what made a policy": f"`millrace lineage {run} --policy N`, for those that are not registered too",
@@ -71,7 +72,7 @@ def user_name() -> str:
 def describe_policy(log: RunLog, version: int, *, session: Session | None, config_sha256: str) -> str:
     """A policy in a few lines of Markdown; `session` made it, None if the log does not say."""
     policy, step = log.state.policies[version], log.state.steps[version - 1] if version else None
-    facts = {"weights": f"{log.store.uri}/{policy.path}"}
+    facts = {"weights": f"{log.store.uri}/{as_markdown(policy.path)}"}
     made = "the base model."
     if step is not None:
         made = f"made by step {step.claim.step} from policy {policy.parent}."
@@ -80,7 +81,7 @@ def describe_policy(log: RunLog, version: int, *, session: Session | None, confi
     if policy.anchor is not None:
         facts["difference to policy"] = str(policy.anchor)
     if session is not None:
-        facts |= {"code": session.code_version, "reward code, sha256": session.reward_sha256}
+        facts |= {"code": as_markdown(session.code_version), "reward code, sha256": as_markdown(session.reward_sha256)}
     facts["configuration, sha256"] = config_sha256
     facts["all of it"] = f"`millrace lineage {log.run_id} --policy {version}`"
     lines = [f"* {name}: {fact}" for name, fact in facts.items() if fact]

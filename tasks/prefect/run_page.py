@@ -30,7 +30,7 @@ from infra.environment import local_tracking_uri
 from infra.services import TRAINING_VIEW, running_services
 from settings.errors import in_one_line
 from settings.places.state_folder import home
-from settings.redaction import without_secrets
+from settings.redaction import as_markdown, as_markdown_code, without_secrets
 from storage.log.entries import Step
 from storage.log.promotion import CHAMPION
 from storage.log.run_log import RunLog
@@ -121,7 +121,7 @@ def summary(log: RunLog, config: dict[str, Any], *, steps: int, mlflow: str, mlf
         "held-out": ", ".join(f"{e.score:.3f} (policy {e.version})" for e in (scores[:1] + scores[-1:] * 2)[:2])
         or "not evaluated",
         "prompt groups": ", ".join(f"{count} {name}" for name, count in counters.items() if count),
-        "store": f"`{_cell(log.store.uri)}`",
+        "store": as_markdown_code(log.store.uri),
         "MLflow": f"[policies]({policies})" if mlflow else "no server shows it: `millrace up`",
         "web page": f"`millrace report {run}` writes `reports/{run}.html` in the state folder",
     }
@@ -140,18 +140,15 @@ def _ended(log: RunLog) -> str:
     """How the run ended, unless it has all its steps, or that it is paused."""
     ended, paused = log.state.ended, log.state.paused
     if ended is not None and ended.outcome != "finished":
-        return f", **{ended.outcome}**" + (f": {_cell(in_one_line(ended.reason))}" if ended.reason else "")
-    return f", **paused**: {_cell(paused)}" if paused else ""
+        reason = f": {as_markdown(in_one_line(ended.reason))}" if ended.reason else ""
+        return f", **{as_markdown(ended.outcome)}**{reason}"
+    return f", **paused**: {as_markdown(paused)}" if paused else ""
 
 
 def _row(step: Step) -> str:
     columns = ("reward", "staleness_mean", "engine_gap", "tokens_per_second", "round_seconds")
     values = [f"{step.metrics[name]:.4g}" if name in step.metrics else "" for name in columns]
     return f"| {' | '.join([str(step.claim.step), *values])} |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _mlflow_server(tracking: str) -> str:

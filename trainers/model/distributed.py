@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from infra.weight_broadcast import tcp_store
+
 Json = TypeVar("Json")
 """A value that JSON gives back as it was."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -67,8 +69,12 @@ def start_process_group(device: torch.device) -> DeviceMesh:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl"  # the CPU's carries offloaded shards, and what ranks agree on
-        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, **({} if "RANK" in os.environ else alone))
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        store: Any = dist.HashStore()
+        if size > 1:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = tcp_store(address, port, size, rank=rank, patience=dist.default_pg_timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 

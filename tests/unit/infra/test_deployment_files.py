@@ -251,6 +251,8 @@ def test_every_pod_that_talks_to_prefect_has_its_password_from_the_secret():
         environment = {row["name"]: row for row in container["env"]}
         assert {"configMapRef": {"name": "millrace"}} in container["envFrom"], f"{name} does not know where Prefect is"
         assert environment["PREFECT_API_AUTH_STRING"]["valueFrom"] == {"secretKeyRef": secret}, name
+    token = {row["name"]: row for row in pods["flow run"]["containers"][0]["env"]}["RAY_AUTH_TOKEN"]["valueFrom"]
+    assert token == {"secretKeyRef": {"name": "millrace-ray", "key": "auth_token", "optional": True}}
     # Else the worker would write the password into the Jobs it makes.
     worker = {row["name"]: row.get("value") for row in pods["millrace-worker"]["containers"][0]["env"]}
     setting = "PREFECT_INTEGRATIONS_KUBERNETES_WORKER_API_AUTH_STRING_SECRET"

@@ -56,5 +56,8 @@ def test_workers_have_temporary_files_there_unless_the_user_names_a_short_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, variables: set[str]
 ):
     monkeypatch.setenv("TMPDIR", chosen)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
     environment = worker_environment(tmp_path)
+    listening = {name: environment.pop(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")}
+    assert [*listening.values()] == ["lo", "eth1", "127.0.0.1"]
     assert environment == dict.fromkeys(variables, str(tmp_path / "tmp")) and (tmp_path / "tmp").is_dir()

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from cli.operate.rounds import LEGEND, rounds_table
 from cli.terminal.console import open_console
-from cli.terminal.formatting import held_out, number, one_line, plain_table, ranges, shortened, size, versions_of
+from cli.terminal.formatting import held_out, number, plain_table, ranges, shortened, size, versions_of
 from settings.errors import counted
+from settings.redaction import one_line
 from tests.builders import a_log, a_step
 from tests.unit.cli.builders import an_evaluation
 

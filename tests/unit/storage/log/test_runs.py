@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import platform
 import re
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,29 @@ def test_how_a_run_ended_is_what_its_newest_session_said_or_what_its_lock_says(
     last_at = log.state.last_at
     monkeypatch.setattr(time, "time", lambda: last_at + age)
     assert outcome(open_run(log.store, "run")) == expected
+
+
+def test_the_lock_of_a_run_on_s3_is_in_the_state_folder_which_is_each_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("mine", "yours", "shared"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "mine"))
+    log = a_log(MemoryStore())
+    log.append(Session(id="a", code_version="", steps=2, host=_HERE))
+    with trainer_lock(log):
+        [lock] = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert lock.parent == tmp_path / "mine" / "locks" and lock.name.endswith(".trainer.lock")
+        assert outcome(log) == "running"
+        monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "yours"))
+        assert outcome(log) == "running", "it is trained with another state folder"
+        with trainer_lock(log):
+            pass  # the log refuses the second trainer's first step
+        monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "mine"))
+    assert outcome(log) == "vanished"
+    lock.chmod(0o444)
+    assert outcome(log) == "vanished"
 
 
 def test_a_run_that_is_trained_or_has_its_steps_has_not_ended_too_early(tmp_path: Path):
