@@ -15,7 +15,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -131,6 +131,27 @@ def has_users_frames(error: BaseException) -> bool:
 def counted(count: int, noun: str) -> str:
     """`1 shard`, `2,000 shards`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: `1.2 GB`, in powers of 1000 as disks are sold."""
+    value = float(num_bytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: `1, 3–7`."""
+    spans: list[list[int]] = []
+    for value in numbers:
+        if spans and value == spans[-1][1] + 1:
+            spans[-1][1] = value
+        else:
+            spans.append([value, value])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
 
 
 def in_one_line(text: str, *, whole: bool = False) -> str:

@@ -81,10 +81,11 @@ class TrackingMirror:
         self.uri = tracking_uri(tracking)
         self.run_page = ""
         """The run's page, from MLflow's address on, once MLflow has the run."""
-        self._log = RunLog(log.store, log.run_id)  # its own: it is folded in a thread, under the lock
+        self.log = RunLog(log.store, log.run_id)
+        """Of background threads, which fold it under `teller_lock`."""
         self._is_trainer = is_trainer
         self._told_at = 0.0
-        self._mlflow = _Following(lambda: Registry(self._log, tracking_uri=self.uri))
+        self._mlflow = _Following(lambda: Registry(self.log, tracking_uri=self.uri))
         self._following: list[_Following[Any]] = [self._mlflow]
         self._trackers: dict[str, _Following[Any]] = {}
 
@@ -97,12 +98,12 @@ class TrackingMirror:
         """Tell each follower what is new, after the last step with the report; returns how many versions are new."""
         self._told_at = time.monotonic()
         num_registered = await asyncio.to_thread(self._sync)
-        if self._is_trainer and outcome(self._log) == "finished" and not self._mlflow.is_away:
+        if self._is_trainer and outcome(self.log) == "finished" and not self._mlflow.is_away:
             await self._attach_report()
         return num_registered
 
     def _sync(self) -> int:
-        log = self._log
+        log = self.log
         try:
             if not self._is_trainer and is_training(log):
                 logger.info("run %s is being trained: its own session tells MLflow", log.run_id)
@@ -122,15 +123,15 @@ class TrackingMirror:
 
     def _others(self) -> list[_Following[Any]]:
         """Those that the newest session names in `tracking.also`."""
-        sessions = self._log.state.sessions
+        sessions = self.log.state.sessions
         for kind in sessions[-1].also if sessions else ():
             if kind not in self._trackers:
-                self._trackers[kind] = _Following(functools.partial(Tracker, self._log, kind))
+                self._trackers[kind] = _Following(functools.partial(Tracker, self.log, kind))
         return list(self._trackers.values())
 
     async def _attach_report(self) -> None:
         """The run as a web page beside the MLflow run. A command of its own makes it, with memory of its own."""
-        log = self._log
+        log = self.log
         with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
             page = Path(folder) / "report.html"
             making = await asyncio.create_subprocess_exec(

@@ -6,6 +6,7 @@
                 ├─ clock      where the time of a round went
                 ├─ progress   lines on the flow run's page in Prefect
                 ├─ mirror     MLflow, kept up to the log
+                ├─ housekeeping  what the store need not keep goes
                 └─ page       the run's page in Prefect
 
 In: the run's settings. Out: a session that the flow's tasks share. What must outlive the process is in the run's log.
@@ -39,6 +40,7 @@ from storage.objects.opening import open_store
 from storage.retention.retention import reading
 from tasks.clock import PeakMemory, RoundClock
 from tasks.fleet import Fleet
+from tasks.maintain import Housekeeping
 from tasks.mirror import TrackingMirror
 from tasks.prefect.outages import say_outages_once
 from tasks.prefect.own_flow_run import cancellable, is_stop
@@ -76,6 +78,7 @@ class RunSession:
         self.clock = RoundClock(memory)
         self.progress = Progress(config.steps)
         mirror = self.mirror = TrackingMirror(log, tracking=tracking, is_trainer=bool(id))
+        self.housekeeping = Housekeeping(mirror.log, config)
         self.page = RunPage(log, steps=config.steps, tracking=mirror.uri, mlflow_run=lambda: mirror.run_page)
 
     def end(self, outcome: Outcome, reason: str = "") -> None:

@@ -21,7 +21,7 @@ from typing import BinaryIO, Protocol
 
 import pyarrow as pa
 
-from settings.errors import UserError
+from settings.errors import UserError, size
 from settings.places.hints import command
 
 MIN_FREE_VARIABLE = "MILLRACE_MIN_FREE_GB"
@@ -236,9 +236,9 @@ def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy:
 
     def full(free: int) -> StoreFull:
         room = f"Make room with `{command('gc')}`, choose another `store`"
-        reserved = f" and {_size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
+        reserved = f" and {size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
         return StoreFull(
-            f"{what} is full: {_size(free)} free, {_size(num_bytes)} to write{reserved}. "
+            f"{what} is full: {size(free)} free, {size(num_bytes)} to write{reserved}. "
             f"{remedy or room}, or set {MIN_FREE_VARIABLE} (gigabytes) lower. "
             "Nothing that was committed is lost: the same command continues"
         )
@@ -285,9 +285,3 @@ def _sync_folder(folder: Path) -> None:
     finally:
         os.close(descriptor)
 
-
-def _size(num_bytes: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes:.0f} bytes"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ logger = logging.getLogger("millrace.registry")
 _EXPERIMENT = "millrace"
 _CURSOR = "millrace.synced_entries"
 _NOTE = "mlflow.note.content"
+MOST_POINTS = 1000
+"""Steps of one run whose metrics MLflow has, at most. Its pages draw at most 2,500 points of a curve."""
 _VERSIONS_AT_ONCE = 1000
 _MOST_METRICS = 1000  # MLflow takes no more in one call
 _LONGEST_PARAMETER = 6000  # characters
@@ -160,8 +163,17 @@ class Registry:
         metrics = []
         for entry in block:
             number, values = charted(entry)
+            if isinstance(entry.body, Step) and not self._is_charted(number):
+                continue
             metrics += [Metric(key, value, int(entry.written_at * 1000), number) for key, value in values.items()]
         self._log_batch({_CURSOR: str(block[-1].number + 1)}, metrics=metrics)
+
+    def _is_charted(self, step: int) -> bool:
+        """True if the step's metrics go to MLflow: of a long run every so many, and the last, for MLflow keeps 16 kB of
+        each step. The log has them all."""
+        sessions = self._log.state.sessions
+        steps = sessions[-1].steps if sessions else 0
+        return step == steps or step % math.ceil(max(1, steps) / MOST_POINTS) == 0
 
     def _log_batch(self, tags: dict[str, str], **more: Any) -> None:
         """Tags of the MLflow run, and parameters or metrics, in one call."""

@@ -62,7 +62,7 @@ def test_each_call_sees_what_was_committed_since_and_reads_nothing_twice(
     seen: list[int] = []
 
     def sync() -> list[Registration]:
-        seen.append(told._log.state.entries)
+        seen.append(told.log.state.entries)
         if len(seen) == 2:
             raise RegistryUnavailable("down")
         return [Registration(version=0, model_name="run", registry_version="1")]
@@ -70,13 +70,13 @@ def test_each_call_sees_what_was_committed_since_and_reads_nothing_twice(
     registry.do = sync
     assert told._sync() == 1
     read: list[str] = []
-    get_many = told._log.store.get_many
-    monkeypatch.setattr(told._log.store, "get_many", lambda keys: read.extend(keys) or get_many(keys))
-    told._log.append(Alias(name="rollout", version=0, checksum="sum"))
+    get_many = told.log.store.get_many
+    monkeypatch.setattr(told.log.store, "get_many", lambda keys: read.extend(keys) or get_many(keys))
+    told.log.append(Alias(name="rollout", version=0, checksum="sum"))
     assert told._sync() == 0, "an outage is a warning"
     assert seen == [2, 4], "what was registered is in the log"
-    assert told._log.refresh().registrations[0].registry_version == "1"
-    assert [each.log for each in registry.made] == [told._log] * 2, "made anew after the outage, on the same fold"
+    assert told.log.refresh().registrations[0].registry_version == "1"
+    assert [each.log for each in registry.made] == [told.log] * 2, "made anew after the outage, on the same fold"
     assert not any(key.endswith(f"{0:020d}.json") for key in read)
 
 
@@ -86,7 +86,7 @@ def test_the_report_is_attached_at_the_end_and_only_there_or_a_warning_says_why_
     monkeypatch.setattr(mirror, "_report_command", lambda log, page: ["sh", "-c", f"printf page > {page}"])
     asyncio.run(mirror.track.fn(told))
     assert registry.attached == [] and told.run_page == "#/experiments/1/runs/2"
-    told._log.append(End(session_id=told._log.state.sessions[-1].id, outcome="finished"))
+    told.log.append(End(session_id=told.log.state.sessions[-1].id, outcome="finished"))
     asyncio.run(mirror.track.fn(told))
     assert registry.attached == ["report.html: page"] and not caplog.text
     monkeypatch.setattr(mirror, "_report_command", lambda log, page: ["sh", "-c", "echo no disk left >&2; exit 1"])
@@ -98,7 +98,7 @@ def test_who_evaluates_beside_a_training_leaves_mlflow_to_it(told: TrackingMirro
     sent: list[str] = []
     registry.do = lambda: sent.append("all")
     told._is_trainer = False
-    with trainer_lock(told._log):
+    with trainer_lock(told.log):
         told._sync()
     assert sent == [], "both would send the same entries"
     told._sync()
@@ -125,7 +125,7 @@ def test_two_that_tell_of_a_run_take_turns_and_its_training_may_begin_meanwhile(
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(evaluation._sync)
         assert telling.wait(30)
-        with trainer_lock(told._log):
+        with trainer_lock(told.log):
             second = pool.submit(told._sync)
             begun.set()
             assert first.result() == second.result() == 0
@@ -136,10 +136,10 @@ def test_the_places_beside_mlflow_are_those_that_the_newest_session_names(
     told: TrackingMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    told._log.append(Evaluation(version=0, split="test", score=0.5, num_tasks=1, num_failed=0, shard_id="e", seconds=1))
+    told.log.append(Evaluation(version=0, split="test", score=0.5, num_tasks=1, num_failed=0, shard_id="e", seconds=1))
     told._sync()
     assert not list(tmp_path.iterdir()), "nobody has asked for another place"
-    told._log.append(Session(id="second", code_version="", also=("tensorboard",)))
+    told.log.append(Session(id="second", code_version="", also=("tensorboard",)))
     told._sync(), told._sync()
     assert [path.name[:4] for path in (tmp_path / "tensorboard").iterdir()] == ["run-"]
 
