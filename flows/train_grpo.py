@@ -87,7 +87,8 @@ async def train_grpo(
             if await something_is_left(session, config):
                 await start(session, config)
             await train(session, config, telling_mlflow)
-        return {"run": config.run, "step": session.log.state.step, **session.log.state.counters()}
+        state = session.log.state
+        return {"run": config.run, "step": state.step, **state.counters(), "missing": session.mirror.missing()}
 
 
 async def something_is_left(session: RunSession, config: RunConfig) -> bool:
@@ -109,6 +110,7 @@ async def start(session: RunSession, config: RunConfig) -> None:
     # The libraries stay until the end: the collector need not walk them again and again, while a round waits.
     gc.collect()
     gc.freeze()
+    gc.collect()  # the collector waits for a quarter as many new objects as it found at the last full round
     session.fleet.mark_served(checksums)
     await session.fleet.take_part(workers)
     session.fleet.evaluator = session.fleet.hosted.get("evaluator-0")

@@ -104,7 +104,8 @@ def prepare_environment(run_folder: Path | None = None) -> Path:
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
         "PREFECT_CLI_COLORS": "false",
         "PREFECT_LOGGING_LEVEL": "WARNING",
-        "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
+        # Of the server beside a run, whose errors reach the run as they reach every client. `millrace up` logs more.
+        "PREFECT_LOGGING_SERVER_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "millrace",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; a flow run without heartbeats is marked Crashed
         # The server writes the states of task runs once a second instead of one by one: a transaction costs more than

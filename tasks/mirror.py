@@ -24,6 +24,7 @@ from prefect import task
 
 from infra.environment import tracking_uri
 from infra.user_code import own_command
+from settings.errors import counted
 from settings.places.hints import command
 from settings.redaction import without_secrets
 from storage.log.entries import Registration
@@ -50,6 +51,8 @@ class _Following(Generic[Made]):
         self._make = make
         self.follower = make()
         self.is_away = False
+        self.num_entries = 0
+        """Of the log, those that the place had at the last contact."""
 
     def tell(self) -> Sequence[Registration]:
         """Call its `sync`; an outage is said once, and whatever else goes wrong is no reason to end a training."""
@@ -68,8 +71,9 @@ class _Following(Generic[Made]):
         else:
             if self.is_away:
                 logger.info("%s has everything again that it missed", follower.name)
-            self.is_away = False
+            self.is_away, self.num_entries = False, follower.num_entries
             return registrations
+        self.num_entries = max(self.num_entries, follower.num_entries)
         self.is_away, self.follower = True, self._make()
         return ()
 
@@ -93,6 +97,12 @@ class TrackingMirror:
     def is_due(self) -> bool:
         """False so soon after the last call that the next one had better take in several steps."""
         return time.monotonic() - self._told_at >= LEAST_PAUSE
+
+    def missing(self) -> list[str]:
+        """A sentence for each place that was away at the last call: how many of the run's steps it lacks."""
+        steps = self.log.state.steps.numbers
+        away = [each for each in (*self._following, *self._trackers.values()) if each.is_away]
+        return [_missing(each.follower.name, each.num_entries, steps, self.log) for each in away]
 
     async def tell(self) -> int:
         """Tell each follower what is new, after the last step with the report; returns how many versions are new."""
@@ -154,6 +164,14 @@ class TrackingMirror:
                 if making.returncode is None:
                     making.kill()
                     await making.wait()
+
+
+def _missing(name: str, num_entries: int, steps: Sequence[int], log: RunLog) -> str:
+    lacking = sum(number >= num_entries for number in steps)
+    what = f"{lacking:,} of {counted(len(steps), 'step')}" if lacking else "how the run ended"
+    at_most = "" if num_entries or not lacking else "up to "  # an earlier session may have been there
+    sync = command("sync", log.run_id, store=log.store.uri)
+    return f"{name} lacks {at_most}{what}; the next start or `{sync}` writes them"
 
 
 @task(name="track", persist_result=False)

@@ -30,7 +30,7 @@ from infra.placement import check_shares
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
 from rollouts.production.prompts import task_set
-from settings.errors import failure_text
+from settings.errors import DiskFull, failure_text, is_disk_full
 from settings.places.state_folder import home, store_uri
 from settings.run_file import RunConfig, default_values
 from storage.log.entries import End, Outcome, Session
@@ -109,6 +109,8 @@ class RunSession:
             async with asyncio.timeout(LAST_WORDS_SECONDS):
                 await self.mirror.tell()
         except Exception as problem:  # noqa: BLE001 - the error itself is what a person has to hear of
+            if isinstance(problem, DiskFull) and is_disk_full(error):
+                return  # the command says it
             logger.warning("the end of this session could not be told to everyone: %r", problem)
 
 

@@ -8,6 +8,7 @@ current one. What was found so is in `$MILLRACE_HOME` for child processes, and i
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 HOME, HOME_FOUND, STORE = "MILLRACE_HOME", "MILLRACE_HOME_FOUND", "MILLRACE_STORE"
@@ -34,3 +35,10 @@ def store_uri(store: str = "", *, within: Path | None = None) -> str:
     if "://" in store:
         return store
     return (Path(store).expanduser().resolve() if store else (within or home()) / "store").as_uri()
+
+
+def written_places(store: str = "") -> dict[str, Path]:
+    """The folders that a command writes to, by what people call them; a store elsewhere is none."""
+    uri = store_uri(store)
+    places = {"the state folder (MILLRACE_HOME)": home(), "the temporary folder (TMPDIR)": Path(tempfile.gettempdir())}
+    return places | ({"the store": Path(uri.removeprefix("file://"))} if uri.startswith("file://") else {})

@@ -57,6 +57,7 @@ class Registry:
         self._tracking_uri = tracking_uri
         self._run_id = ""
         self._experiment_id = ""
+        self.num_entries = 0
         self._is_filling = False
         """True while MLflow has nothing of the run yet: then the log's registrations are of another database."""
         self.name = f"MLflow at {without_secrets(tracking_uri)}"
@@ -117,8 +118,10 @@ class Registry:
                 Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in leaves(self._config) if value != {}
             ]
             self._log_batch({"millrace.config_sha256": sha256_of_json(self._config)}, params=parameters)
+        self.num_entries = cursor
         for block in _blocks(self._log.entries[cursor:]):
             self._send(block)
+            self.num_entries = block[-1].number + 1
         model = self._client.get_registered_model(self.model_name)
         self._set_aliases(model.aliases)
         self._describe(run.data.tags, model.description)

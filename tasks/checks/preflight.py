@@ -29,10 +29,10 @@ from rollouts.chat.tool_parsing import check_parser
 from rollouts.production.engine_choice import check_engine_arguments, local_folder, model_config, num_positions
 from rollouts.production.prompts import task_set
 from rollouts.workflow import Workflow, place_of
-from settings.errors import InvalidInput, MissingPackage, path_errors
+from settings.errors import InvalidInput, MissingPackage, check_room, path_errors
 from settings.loss import CustomLoss
 from settings.places.hints import command
-from settings.places.state_folder import home, store_uri
+from settings.places.state_folder import home, store_uri, written_places
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
@@ -73,6 +73,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     code is an `InvalidInput` with its file and line.
     """
     check_run_id(config.run)
+    check_room(written_places(config.store))
     loaded = load_workflow(config)
     tasks = load_tasks(loaded, config)
     check_parser("tool_parser", config.engine.tool_parser)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -13,13 +14,14 @@ from typing import Any
 
 import pytest
 
+from settings.places.hints import command
 from storage.log.entries import Alias, End, Evaluation, Registration, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import trainer_lock
 from storage.tracking.registry import RegistryUnavailable
 from tasks import mirror
 from tasks.mirror import TrackingMirror
-from tests.builders import a_log
+from tests.builders import a_log, a_step
 
 
 @pytest.fixture
@@ -31,6 +33,7 @@ class _Registry:
     """A registry that MLflow has told of the run; a test says what its `sync` does."""
 
     run_page = "#/experiments/1/runs/2"
+    num_entries = 0
     made: list[Any]
     attached: list[str]
     do: Callable[[], Any]
@@ -94,6 +97,26 @@ def test_the_report_is_attached_at_the_end_and_only_there_or_a_warning_says_why_
     assert "MLflow has no report of this run" in caplog.text and "no disk left" in caplog.text
 
 
+def test_what_a_place_lacks_at_the_end_is_counted_in_steps(told: TrackingMirror, registry: Any) -> None:
+    def sync(has: int) -> None:
+        registry.num_entries = has
+        raise RegistryUnavailable("down")
+
+    log = told.log
+    told._sync()
+    assert told.missing() == []
+    for _ in range(7):
+        log.append(a_step(log.state, trained=[]))
+    sync_command = f"`{command('sync', 'run', store='memory:')}` writes them"
+    for has, lacks in ((0, "up to 7 of 7 steps"), (6, "3 of 7 steps"), (0, "3 of 7 steps"), (9, "how the run ended")):
+        registry.do = functools.partial(sync, has)
+        told._sync()
+        assert told.missing() == [f"MLflow at {told.uri} lacks {lacks}; the next start or {sync_command}"]
+    registry.do = lambda: None
+    told._sync()
+    assert told.missing() == []
+
+
 def test_who_evaluates_beside_a_training_leaves_mlflow_to_it(told: TrackingMirror, registry: Any) -> None:
     sent: list[str] = []
     registry.do = lambda: sent.append("all")
@@ -151,6 +174,7 @@ def test_what_one_service_refuses_is_said_once_and_does_not_keep_another_from_it
 
     class Other:
         name = "another place"
+        num_entries = 0
 
         def sync(self) -> list[Registration]:
             heard.append("all")
