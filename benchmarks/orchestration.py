@@ -18,6 +18,7 @@ same for any model but for the files of larger ones. `max_staleness` is 0, so no
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -25,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,21 +75,24 @@ def measure(rounds: int, scratch: Path, *, every: int) -> dict[str, Any]:
     run_file.write_text(_run_file(model, rounds))
     environment = {**os.environ, "MILLRACE_HOME": str(home), "PYTHONPATH": str(ROOT)}
     environment.pop("PREFECT_API_URL", None)  # Prefect starts a server for this run alone
-    millrace = str(Path(sys.executable).with_name("millrace"))
     with open(scratch / "output.txt", "w") as output:
         training = subprocess.Popen(
-            [millrace, "train", str(run_file)], cwd=ROOT, env=environment, stdout=output, stderr=output
+            [sys.executable, "-m", "millrace", "train", str(run_file)],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=output,
         )
     log = RunLog(LocalStore(home / "store"), RUN)
     try:
-        samples = list(_watched(training, log, every=every))
+        samples, disk = _watched(training, log, home, every=every)
     finally:
         training.terminate()
         code = training.wait()
     if code:
         raise RuntimeError(f"millrace train ended with {code}:\n{(scratch / 'output.txt').read_text()[-4000:]}")
     log.refresh()
-    return report(log.entries, samples, task_runs=_num_task_runs(home))
+    return report(log.entries, samples, task_runs=_num_task_runs(home), disk=disk)
 
 
 def make_model(folder: Path) -> None:
@@ -121,15 +126,31 @@ checkpoint_every = 10
 """
 
 
-def _watched(training: subprocess.Popen[bytes], log: RunLog, *, every: int) -> Iterator[Sample]:
-    """Looks at all processes until the run is over; the first one when rounds are counted."""
-    due = SKIPPED
+def _watched(
+    training: subprocess.Popen[bytes], log: RunLog, home: Path, *, every: int
+) -> tuple[list[Sample], dict[int, dict[str, int]]]:
+    """Looks at all processes, and at the disk, until the run is over; the first one when rounds are counted."""
+    due, samples, disk = SKIPPED, [], {}
     while training.poll() is None:
         time.sleep(0.5)
         reached = log.refresh().step
         if reached >= due:
-            yield from _look(training.pid, reached)
+            samples += _look(training.pid, reached)
+            disk[reached] = disk_usage(home)
             due = (reached // every + 1) * every
+    return samples, disk
+
+
+def disk_usage(home: Path) -> dict[str, int]:
+    """Bytes in a state folder with a store, by what is there: allocated blocks, as `du` counts them."""
+    places: Counter[str] = Counter()
+    for folder, _, names in os.walk(home):
+        parts = Path(folder).relative_to(home).parts
+        place = " ".join(parts[3:4]) if parts[:2] == ("store", "runs") else parts[0] if parts else ""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                places[place or name.partition("-")[0]] += 512 * os.lstat(Path(folder, name)).st_blocks
+    return dict(places)
 
 
 def _look(pid: int, rounds: int) -> Iterator[Sample]:
@@ -164,8 +185,14 @@ def _num_task_runs(home: Path) -> int:
     return int(count)
 
 
-def report(entries: Sequence[LogEntry], samples: Sequence[Sample], *, task_runs: int) -> dict[str, Any]:
-    """Numbers from a run's log and from the looks at its processes."""
+def report(
+    entries: Sequence[LogEntry],
+    samples: Sequence[Sample],
+    *,
+    task_runs: int,
+    disk: Mapping[int, Mapping[str, int]] | None = None,
+) -> dict[str, Any]:
+    """Numbers from a run's log and from the looks at its processes, and at the disk by rounds and place."""
     steps = [(entry.written_at, entry.body.metrics) for entry in entries if isinstance(entry.body, Step)]
     rounds = [
         {"round": after - before, **_parts(metrics)}
@@ -184,6 +211,9 @@ def report(entries: Sequence[LogEntry], samples: Sequence[Sample], *, task_runs:
         "share_of_usual_round": overhead / USUAL_ROUND,
         "task_runs_per_round": task_runs / len(steps),
         "processes": processes,
+        "disk": {
+            place: _grown(disk or {}, place) for place in sorted({p for look in (disk or {}).values() for p in look})
+        },
         "met": {
             "overhead": overhead <= MOST_SECONDS,
             "share": overhead / USUAL_ROUND <= MOST_SHARE,
@@ -202,17 +232,29 @@ def _parts(metrics: dict[str, float]) -> dict[str, float]:
 def _line(samples: Sequence[Sample], name: str) -> dict[str, Any]:
     """Memory over rounds of one process, the slope of the line through it, and processor time per round."""
     mine = [sample for sample in samples if sample.process == name]
-    settled = [sample for sample in mine if sample.rounds >= SETTLED]
-    at, rss = [float(sample.rounds) for sample in settled], [float(sample.rss_bytes) for sample in settled]
-    slope = 1000 * statistics.linear_regression(at, rss).slope if len(settled) > 2 else None
-    first, last = mine[0], mine[-1]
+    rss = {sample.rounds: sample.rss_bytes for sample in mine}
+    slope, first, last = _slope(rss), mine[0], mine[-1]
     cpu = (last.cpu_seconds - first.cpu_seconds) / max(1, last.rounds - first.rounds)
     return {
-        "rss_bytes": {sample.rounds: sample.rss_bytes for sample in mine},
+        "rss_bytes": rss,
         "slope_bytes_per_1000_rounds": slope,
-        "growth_per_1000_rounds": None if slope is None else slope / rss[0],
+        "growth_per_1000_rounds": slope and slope / next(size for at, size in rss.items() if at >= SETTLED),
         "cpu_seconds_per_round": cpu,
     }
+
+
+def _grown(disk: Mapping[int, Mapping[str, int]], place: str) -> dict[str, Any]:
+    """Bytes of one place over rounds, and the slope of the line through them once caches are full."""
+    sizes = {rounds: look.get(place, 0) for rounds, look in disk.items()}
+    return {"bytes": sizes, "slope_bytes_per_1000_rounds": _slope(sizes)}
+
+
+def _slope(sizes: Mapping[int, int]) -> float | None:
+    """Per 1,000 rounds, of the line through what was seen from `SETTLED` on; two looks make no line."""
+    settled = {float(rounds): float(size) for rounds, size in sizes.items() if rounds >= SETTLED}
+    if len(settled) < 3:
+        return None
+    return 1000 * statistics.linear_regression(list(settled), list(settled.values())).slope
 
 
 def show(numbers: dict[str, Any], console: Console) -> None:

@@ -16,7 +16,7 @@ from cli.operate.export import export
 from cli.operate.exporter import exporter
 from cli.operate.housekeeping import gc, rm
 from cli.operate.lineage import lineage
-from cli.operate.promote import promote, rollback
+from cli.operate.promote import promote, rollback, sync
 from cli.operate.services import down, up
 from cli.operate.status import runs, status
 from cli.operate.stop import pause, resume, stop
@@ -73,6 +73,7 @@ COMMANDS: dict[str, dict[Callable[..., None], str]] = {
         export: "export arithmetic --to out",
         promote: "promote arithmetic --version 20",
         rollback: "rollback arithmetic",
+        sync: "sync arithmetic",
         gc: "gc arithmetic",
         rm: "rm arithmetic",
     },

@@ -8,7 +8,7 @@
 | produce | room in its quota: a newer policy, or a rejected group |
 | next_batch | enough committed groups within the staleness bound |
 | publish | an evaluation that is running on the loaded version |
-| evaluate, track | nothing; only the end of the flow waits for them |
+| evaluate, track, tidy | nothing; only the end of the flow waits for them |
 
 Killed at any point, the same call continues from the log.
 """
@@ -87,7 +87,8 @@ async def train_grpo(
             if await something_is_left(session, config):
                 await start(session, config)
             await train(session, config, telling_mlflow)
-        return {"run": config.run, "step": session.log.state.step, **session.log.state.counters()}
+        state = session.log.state
+        return {"run": config.run, "step": state.step, **state.counters(), "missing": session.mirror.missing()}
 
 
 async def something_is_left(session: RunSession, config: RunConfig) -> bool:
@@ -100,6 +101,7 @@ async def something_is_left(session: RunSession, config: RunConfig) -> bool:
 async def start(session: RunSession, config: RunConfig) -> None:
     """Base policy first, then engines and trainer at the same time."""
     await provide_base_model(session, config=config)
+    session.housekeeping.announce()
     session.fleet.check_transfer()
     workers = [session.fleet.next_name() for _ in range(config.rollout.num_workers)]
     evaluators = ["evaluator-0"] if config.evaluation.own_engine else []
@@ -108,6 +110,7 @@ async def start(session: RunSession, config: RunConfig) -> None:
     # The libraries stay until the end: the collector need not walk them again and again, while a round waits.
     gc.collect()
     gc.freeze()
+    gc.collect()  # the collector waits for a quarter as many new objects as it found at the last full round
     session.fleet.mark_served(checksums)
     await session.fleet.take_part(workers)
     session.fleet.evaluator = session.fleet.hosted.get("evaluator-0")
@@ -132,6 +135,7 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
                 await watched(session, publishing, what=f"publishing policy {step.policy.version}", seconds=patience)
             evaluating = [task for task in evaluating if not task.done()]
             evaluating.append(beside.create_task(evaluate_if_due(session, config)))
+            beside.create_task(session.housekeeping.tidy(claim.step))
             forget_results()
             if telling_mlflow.done() and session.mirror.is_due:
                 telling_mlflow = beside.create_task(track(session.mirror))
@@ -143,6 +147,7 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
     async with asyncio.TaskGroup() as ending:
         ending.create_task(session.fleet.close())  # engines take as long as MLflow
         ending.create_task(track(session.mirror))
+        ending.create_task(session.housekeeping.tidy(session.log.state.step, is_last=True))
 
 
 def evaluation_is_missing(session: RunSession, config: RunConfig) -> bool:

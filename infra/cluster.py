@@ -29,7 +29,8 @@ from typing import Any
 from infra.placement import Placement, bundle, check_cluster_answers, gpu_share, node_resources, num_slots, reserve
 from infra.scratch import scratch_folder, worker_environment
 from infra.worker_process import Host, run_function
-from settings.errors import UserError, failure_text_of_output, in_one_line
+from settings.errors import UserError, disk_full, failure_text_of_output, in_one_line, is_disk_full
+from settings.places.state_folder import written_places
 from settings.redaction import redact_error, without_secrets
 
 logger = logging.getLogger("millrace.cluster")
@@ -361,6 +362,8 @@ async def _result(asked: Awaitable[Any], name: str) -> Any:
         if raised is None or isinstance(raised, RayError):
             message = failure_text_of_output(text).partition("\n  at ")[0]
             raised = RaisedInWorker(re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", message))
+        if is_disk_full(raised):
+            raised = disk_full(raised, written_places())
         redact_error(raised)  # as a task's state, Prefect records it
         raised.add_note(f"{name} raised it:\n{text.strip()}")
         raise raised from None

@@ -7,6 +7,7 @@ folder; what the user has set is kept. Call `prepare_environment` before importi
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from importlib.metadata import version
@@ -28,6 +29,10 @@ TELEMETRY_OFF = {
     "GRADIO_ANALYTICS_ENABLED": "False",
     "WANDB_ERROR_REPORTING": "false",
 }
+_EVENT_SECONDS = {"prefect.flow-run.heartbeat": 86_400} | {
+    f"prefect.task-run.{state}": 60 for state in ("Pending", "Running", "Completed")
+}
+"""How long Prefect's server keeps the most frequent events; all others seven days."""
 _ours: dict[str, str] = {}
 """What `prepare_environment` has set in this process: a later call with another folder may set it to something else."""
 
@@ -118,7 +123,8 @@ def prepare_environment(run_folder: Path | None = None) -> Path:
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
         "PREFECT_CLI_COLORS": "false",
         "PREFECT_LOGGING_LEVEL": "WARNING",
-        "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
+        # Of the server beside a run, whose errors reach the run as they reach every client. `millrace up` logs more.
+        "PREFECT_LOGGING_SERVER_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "millrace",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; a flow run without heartbeats is marked Crashed
         # The server writes the states of task runs once a second instead of one by one: a transaction costs more than
@@ -126,6 +132,11 @@ def prepare_environment(run_folder: Path | None = None) -> Path:
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "500",
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
         "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "500",
+        # Nine events per round are three quarters of what a long run would write into the database, and nothing reads
+        # them later: the states of task runs are rows of their own.
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS": "60",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_BATCH_SIZE": "1000",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_EVENT_RETENTION_OVERRIDES": json.dumps(_EVENT_SECONDS),
         "RAY_preload_python_modules": "millrace",  # first of all, in every worker: see `millrace/__init__.py`
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -205,6 +205,7 @@ def _start_prefect(port: int, logs: Path, *, evaluates_triggers: bool) -> Servic
         logs,
         url=f"http://127.0.0.1:{port}",
         extra={
+            "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
             "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": str(evaluates_triggers).lower(),
             # Otherwise the pages ask port 4200, whichever server listens there.
             "PREFECT_UI_API_URL": f"http://127.0.0.1:{port}/api",

@@ -10,12 +10,14 @@ A command prints a `UserError` as one line and everything else as a traceback. A
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import re
+import shutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +27,10 @@ from settings.redaction import without_secrets
 MOST_FRAMES = 8
 MOST_CHARACTERS = 2000
 """Of the text of one failure, frames included."""
+LEAST_ROOM = 20e6
+"""Bytes for what libraries write beside a run's data: databases, logs, sockets."""
+_NO_ROOM = 1e6
+_FULL = re.compile("no space left on device|disk quota exceeded|database or disk is full|os error 28|errno 28", re.I)
 _CHECKOUT = Path(__file__).resolve().parents[1]
 _WHOLE = ("train", "cpu", "gpu")
 """Extras that `make` installs from a lock; pip alone would choose other versions."""
@@ -37,6 +43,9 @@ _PYTHON_FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)(?:\n    +(?! *[
 class UserError(Exception):
     """Something outside of this program has to change; the message names the thing and the fix."""
 
+    exit_status = 2
+    """Of a command that ends with it."""
+
 
 class InvalidInput(UserError, ValueError):
     """A value that was given cannot be used."""
@@ -44,6 +53,13 @@ class InvalidInput(UserError, ValueError):
 
 class NotFound(UserError, FileNotFoundError):
     """Something that was named is not there."""
+
+
+class DiskFull(UserError):
+    """A disk, a quota or a store has no space left; the message names the place and the bytes that it needs. Nothing
+    that was committed is lost, and the same command continues once there is room."""
+
+    exit_status = errno.ENOSPC
 
 
 class MissingPackage(UserError, ImportError):
@@ -80,6 +96,66 @@ def path_errors(what: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise InvalidInput(f"{what}: {error.strerror or error}") from error
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error, or what caused it, says so: by its number, or, of a library without numbers, by its words."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(is_disk_full, error.exceptions))
+    if isinstance(error, DiskFull) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return bool(_FULL.search(str(error))) or (cause is not None and is_disk_full(cause))
+
+
+def disk_full(error: BaseException, places: Mapping[str, Path]) -> DiskFull | None:
+    """The one sentence for an error that comes of a full disk, whichever library raised it; None for any other.
+
+    `places` are those that are written to, by what they are called in the sentence. The error's file, or the least
+    space, tells which of them it is. A server whose database is full says only that it failed: so does any error but
+    one about what the user gave, if a place has no space at all.
+    """
+    free = {name: free_bytes(folder) for name, folder in places.items()}
+    is_input = isinstance(error, InvalidInput | NotFound | MissingPackage)
+    if not is_disk_full(error) and (is_input or min(free.values()) >= _NO_ROOM):
+        return None
+    each: BaseException | None = error
+    file, words = None, ""
+    while each is not None:
+        if isinstance(each, BaseExceptionGroup):
+            each = next(filter(is_disk_full, each.exceptions), each.exceptions[0])
+            continue
+        if isinstance(each, DiskFull):
+            return each
+        file, words = file or getattr(each, "filename", None), in_one_line(str(each))
+        each = each.__cause__ or each.__context__
+    within = [name for name, folder in places.items() if isinstance(file, str) and Path(file).is_relative_to(folder)]
+    name = max(within, key=lambda name: len(str(places[name])), default="") or min(free, key=lambda name: free[name])
+    if not within and free[name] >= LEAST_ROOM:  # a quota, another machine, or somebody has made room meanwhile
+        return _no_room(f"a disk or quota ({words})", free[name])
+    return _no_room(f"{name}, {places[name]},", free[name])
+
+
+def check_room(places: Mapping[str, Path]) -> None:
+    """Raise `DiskFull` for a place without the space that every command needs there."""
+    for name, folder in places.items():
+        if (free := free_bytes(folder)) < LEAST_ROOM:
+            raise _no_room(f"{name}, {folder},", free)
+
+
+def free_bytes(folder: Path) -> int:
+    """Of the disk that a folder is on, or will be."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _no_room(what: str, free: int) -> DiskFull:
+    left = f"{size(free)} free, and " if free < LEAST_ROOM else ""
+    return DiskFull(
+        f"{what} is full: {left}{size(LEAST_ROOM)} are needed there. Make room, or name another "
+        "place. Nothing that was committed is lost: the same command continues"
+    )
 
 
 def failure_text(error: BaseException, message: str = "") -> str:
@@ -131,6 +207,27 @@ def has_users_frames(error: BaseException) -> bool:
 def counted(count: int, noun: str) -> str:
     """`1 shard`, `2,000 shards`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: `1.2 GB`, in powers of 1000 as disks are sold."""
+    value = float(num_bytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: `1, 3–7`."""
+    spans: list[list[int]] = []
+    for value in numbers:
+        if spans and value == spans[-1][1] + 1:
+            spans[-1][1] = value
+        else:
+            spans.append([value, value])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
 
 
 def in_one_line(text: str, *, whole: bool = False) -> str:

@@ -28,7 +28,7 @@ from settings.reward import RewardSettings
 from settings.rollout import RolloutSettings
 from settings.sampling import SamplingSettings
 from settings.tracking import TraceSettings, TrackingSettings
-from settings.train import TrainSettings
+from settings.train import RetentionSettings, TrainSettings
 from settings.warmup import WarmupSettings
 
 
@@ -55,6 +55,8 @@ class Settings(Block):
     """The tiny base model made when no `model` is given."""
     traces: TraceSettings = Field(default_factory=TraceSettings)
     """Which attempts MLflow shows turn by turn."""
+    retention: RetentionSettings = Field(default_factory=RetentionSettings)
+    """What is removed from the store while the run trains."""
 
 
 class RunConfig(Settings):

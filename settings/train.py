@@ -1,4 +1,4 @@
-"""`[train]`: advantages, loss and optimizer.
+"""`[train]`: advantages, loss and optimizer; `[retention]`: what of its results stays.
 
 rewards ─▶ advantage ─▶ loss (aggregation, importance) + kl + entropy ─▶ gradient ─▶ optimizer
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from settings.advantage import Advantage, GrpoAdvantage
 from settings.block import Block
@@ -190,3 +190,19 @@ class TrainSettings(Block):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+
+class RetentionSettings(Block):
+    """What a run removes while it trains. The base model, the live policy, those with an alias, the best on each split,
+    what a resume needs and what waits to be trained on always stay."""
+
+    every: int = Field(default=10, ge=0)
+    """Steps from one removal to the next. 0: keep everything, until `millrace gc`. A run that began before this table
+    existed keeps everything unless the table sets something."""
+    keep_last: int = Field(default=10, ge=2)
+    """Newest policies that stay, with the anchors of their deltas."""
+    keep_evaluated: Literal["all"] | NonNegativeInt = "all"
+    """Policies with a held-out score that stay: `all`, or the newest so many."""
+    replay_steps: int = Field(default=100, ge=0)
+    """The last so many steps can be replayed: their shards stay, and a saved state before them. Older shards go, those
+    of kept evaluations excepted."""

@@ -1,21 +1,30 @@
-"""Prefect task: remove what no kept policy, pending group or reader needs from some runs.
+"""Retention as a Prefect task for some runs, and beside the training of one.
 
-In: retention rules. Out: bytes and counts per run; what went, and why, is in the task's log.
+In: retention rules, or a run's `[retention]`. Out: bytes and counts per run; what went, and why, is in the task's log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import shutil
 from typing import Any
 
 from prefect import task
 
 from infra.environment import prepare_environment
+from settings.errors import ranges, size
 from settings.places.state_folder import store_uri
+from settings.run_file import RunConfig
+from storage.log.run_log import RunLog
+from storage.log.run_state import Conflict
+from storage.log.runs import run_config, teller_lock
+from storage.objects.object_store import LocalStore, StoreError
 from storage.objects.opening import open_store, probe
-from storage.retention.retention import collect_garbage
-from storage.retention.rules import make_rules
+from storage.retention.retention import RunReport, RunRetention, collect_garbage
+from storage.retention.rules import Rules, make_rules
+from tasks.checks.space import expected_space
 from tasks.prefect.run_logs import log_to_prefect
 
 logger = logging.getLogger("millrace.maintain")
@@ -52,3 +61,82 @@ async def collect_from_runs(
         for item in report.items:
             logger.debug("%s: %s %s: %s", report.run, item.kind, item.name, item.reason)
     return {report.run: {"freed_bytes": report.freed_bytes, "removed": report.removed} for report in reports}
+
+
+class Housekeeping:
+    """Removes what the `retention` of a run does not keep, every so many of its steps."""
+
+    def __init__(self, log: RunLog, config: RunConfig) -> None:
+        """`log` is for background threads, which fold it one at a time, under `teller_lock`."""
+        settings, recorded = config.retention, run_config(log)
+        # A run that began before there was the table keeps everything, unless somebody has written the table since.
+        self._every = settings.every if "retention" in recorded or settings.model_fields_set else 0
+        self._config, self._log, self._is_busy, self._has_failed = config, log, False, False
+        self._done_at: int | None = None
+        rules = Rules(
+            keep_last=settings.keep_last,
+            keep_evaluated=None if settings.keep_evaluated == "all" else settings.keep_evaluated,
+            evaluate_every=config.evaluation.every,
+            replay_steps=settings.replay_steps,
+        )
+        self._retention = RunRetention(log, rules)
+        self._freed_bytes = 0
+        self._report: RunReport | None = None
+
+    def announce(self) -> None:
+        """Say what will be kept, and the space that the whole run will take; a warning if there is less."""
+        settings, store = self._config.retention, self._log.store
+        kept = "retention is off, so everything is kept"
+        if self._every:
+            scored = "all" if settings.keep_evaluated == "all" else f"the newest {settings.keep_evaluated}"
+            kept = (
+                f"retention keeps the {settings.keep_last} newest policies, {scored} that were evaluated, the best, "
+                f"those with an alias, their anchors, and what a replay of the last {settings.replay_steps} steps needs"
+            )
+        space = expected_space(self._config, removes=self._every > 0)
+        if space is None:
+            logger.info("%s", kept)
+            return
+        free = shutil.disk_usage(store.root).free if isinstance(store, LocalStore) else math.inf
+        takes = f"the run takes about {size(space.store)} of its store"
+        takes += f", without retention {size(space.everything)}" if self._every else ""
+        takes += f", and {size(space.databases)} in databases"
+        if free < space.store:
+            logger.warning("%s; %s: only %s are free", kept, takes, size(free))
+        else:
+            logger.info("%s; %s", kept, takes)
+
+    async def tidy(self, step: int, *, is_last: bool = False) -> None:
+        """Remove what may go if it is time after this step. Whatever goes wrong is no reason to end a training."""
+        self._done_at = step if self._done_at is None else self._done_at
+        if not self._every or self._is_busy or (step - self._done_at < self._every and not is_last):
+            return
+        self._done_at, self._is_busy = step, True
+        try:
+            await asyncio.to_thread(self._collect)
+        finally:
+            self._is_busy = False
+        if is_last and self._report is not None:
+            logger.info("%s", kept_text(self._report, self._freed_bytes))
+
+    def _collect(self) -> None:
+        try:
+            with teller_lock(self._log):
+                self._report = self._retention.collect()
+        except (StoreError, OSError, Conflict) as error:
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            logger.log(level, "retention could not remove anything this time; the next one tries again: %s", error)
+            self._has_failed = True
+            return
+        self._has_failed = False
+        self._freed_bytes += self._report.freed_bytes if self._report.removed else 0
+
+
+def kept_text(report: RunReport, freed_bytes: int) -> str:
+    """What retention has kept of a run, in a sentence."""
+    versions: dict[str, list[int]] = {}
+    for version, reason in report.kept.items():
+        versions.setdefault(reason.partition(",")[0].partition(" of ")[0], []).append(version)
+    kept = "; ".join(f"{ranges(numbers)} ({reason})" for reason, numbers in versions.items())
+    left = size(report.num_bytes - (report.freed_bytes if report.removed else 0))
+    return f"retention removed {size(freed_bytes)} during training and kept {left}: policies {kept}"

@@ -24,6 +24,7 @@ from prefect import task
 
 from infra.environment import tracking_uri
 from infra.user_code import own_command
+from settings.errors import counted
 from settings.places.hints import command
 from settings.redaction import without_secrets
 from storage.log.entries import Registration
@@ -51,6 +52,8 @@ class _Following(Generic[Made]):
         self._make = make
         self.follower = make()
         self.is_away = False
+        self.num_entries = 0
+        """Of the log, those that the place had at the last contact."""
 
     def tell(self) -> Sequence[Registration]:
         """Call its `sync`; an outage is said once, and whatever else goes wrong is no reason to end a training."""
@@ -69,8 +72,9 @@ class _Following(Generic[Made]):
         else:
             if self.is_away:
                 logger.info("%s has everything again that it missed", follower.name)
-            self.is_away = False
+            self.is_away, self.num_entries = False, follower.num_entries
             return registrations
+        self.num_entries = max(self.num_entries, follower.num_entries)
         self.is_away, self.follower = True, self._make()
         return ()
 
@@ -82,10 +86,11 @@ class TrackingMirror:
         self.uri = tracking_uri(tracking)
         self.run_page = ""
         """The run's page, from MLflow's address on, once MLflow has the run."""
-        self._log = RunLog(log.store, log.run_id)  # its own: it is folded in a thread, under the lock
+        self.log = RunLog(log.store, log.run_id)
+        """Of background threads, which fold it under `teller_lock`."""
         self._is_trainer = is_trainer
         self._told_at = 0.0
-        self._mlflow = _Following(lambda: Registry(self._log, tracking_uri=self.uri))
+        self._mlflow = _Following(lambda: Registry(self.log, tracking_uri=self.uri))
         self._following: list[_Following[Any]] = [self._mlflow]
         self._trackers: dict[str, _Following[Any]] = {}
 
@@ -94,16 +99,22 @@ class TrackingMirror:
         """False so soon after the last call that the next one had better take in several steps."""
         return time.monotonic() - self._told_at >= LEAST_PAUSE
 
+    def missing(self) -> list[str]:
+        """A sentence for each place that was away at the last call: how many of the run's steps it lacks."""
+        steps = self.log.state.steps.numbers
+        away = [each for each in (*self._following, *self._trackers.values()) if each.is_away]
+        return [_missing(each.follower.name, each.num_entries, steps, self.log) for each in away]
+
     async def tell(self) -> int:
         """Tell each follower what is new, after the last step with the report; returns how many versions are new."""
         self._told_at = time.monotonic()
         num_registered = await asyncio.to_thread(self._sync)
-        if self._is_trainer and outcome(self._log) == "finished" and not self._mlflow.is_away:
+        if self._is_trainer and outcome(self.log) == "finished" and not self._mlflow.is_away:
             await self._attach_report()
         return num_registered
 
     def _sync(self) -> int:
-        log = self._log
+        log = self.log
         try:
             if not self._is_trainer and is_training(log):
                 logger.info("run %s is being trained: its own session tells MLflow", log.run_id)
@@ -123,15 +134,15 @@ class TrackingMirror:
 
     def _others(self) -> list[_Following[Any]]:
         """Those that the newest session names in `tracking.also`."""
-        sessions = self._log.state.sessions
+        sessions = self.log.state.sessions
         for kind in sessions[-1].also if sessions else ():
             if kind not in self._trackers:
-                self._trackers[kind] = _Following(functools.partial(Tracker, self._log, kind))
+                self._trackers[kind] = _Following(functools.partial(Tracker, self.log, kind))
         return list(self._trackers.values())
 
     async def _attach_report(self) -> None:
         """The run as a web page beside the MLflow run. A command of its own makes it, with memory of its own."""
-        log = self._log
+        log = self.log
         with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
             page = Path(folder) / "report.html"
             making = await asyncio.create_subprocess_exec(
@@ -154,6 +165,14 @@ class TrackingMirror:
                 if making.returncode is None:
                     making.kill()
                     await making.wait()
+
+
+def _missing(name: str, num_entries: int, steps: Sequence[int], log: RunLog) -> str:
+    lacking = sum(number >= num_entries for number in steps)
+    what = f"{lacking:,} of {counted(len(steps), 'step')}" if lacking else "how the run ended"
+    at_most = "" if num_entries or not lacking else "up to "  # an earlier session may have been there
+    sync = command("sync", log.run_id, store=log.store.uri)
+    return f"{name} lacks {at_most}{what}; the next start or `{sync}` writes them"
 
 
 @task(name="track", persist_result=False)

@@ -6,6 +6,7 @@
                 ├─ clock      where the time of a round went
                 ├─ progress   lines on the flow run's page in Prefect
                 ├─ mirror     MLflow, kept up to the log
+                ├─ housekeeping  what the store need not keep goes
                 └─ page       the run's page in Prefect
 
 In: the run's settings. Out: a session that the flow's tasks share. What must outlive the process is in the run's log.
@@ -29,7 +30,7 @@ from infra.placement import check_shares
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
 from rollouts.production.prompts import task_set
-from settings.errors import failure_text
+from settings.errors import DiskFull, failure_text, is_disk_full
 from settings.places.state_folder import home, store_uri
 from settings.redaction import redact_error
 from settings.run_file import RunConfig, default_values
@@ -40,6 +41,7 @@ from storage.objects.opening import open_store
 from storage.retention.retention import reading
 from tasks.clock import PeakMemory, RoundClock
 from tasks.fleet import Fleet
+from tasks.maintain import Housekeeping
 from tasks.mirror import TrackingMirror
 from tasks.prefect.outages import say_outages_once
 from tasks.prefect.own_flow_run import cancellable, is_stop
@@ -77,6 +79,7 @@ class RunSession:
         self.clock = RoundClock(memory)
         self.progress = Progress(config.steps)
         mirror = self.mirror = TrackingMirror(log, tracking=tracking, is_trainer=bool(id))
+        self.housekeeping = Housekeeping(mirror.log, config)
         self.page = RunPage(log, steps=config.steps, tracking=mirror.uri, mlflow_run=lambda: mirror.run_page)
 
     def end(self, outcome: Outcome, reason: str = "") -> None:
@@ -108,6 +111,8 @@ class RunSession:
             async with asyncio.timeout(LAST_WORDS_SECONDS):
                 await self.mirror.tell()
         except Exception as problem:  # noqa: BLE001 - the error itself is what a person has to hear of
+            if isinstance(problem, DiskFull) and is_disk_full(error):
+                return  # the command says it
             logger.warning("the end of this session could not be told to everyone: %r", problem)
 
 

@@ -18,7 +18,7 @@ from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
 from infra.cluster import WorkerDied
-from settings.errors import UserError
+from settings.errors import DiskFull, UserError
 from settings.run_file import RunConfig
 from storage.log.claims import next_claim
 from storage.log.entries import Claim, Step
@@ -106,8 +106,8 @@ def forget_results() -> None:
 
 
 def _may_pass(task: Any, task_run: Any, state: Any) -> bool:
-    """Whether a failed step is worth another try: what the data or the settings forbid stays forbidden."""
-    return not isinstance(state.data, NonFinite | EveryClaimRefused | ValueError)
+    """Whether a failed step is worth another try: what the data, the settings or a full disk forbid stays so."""
+    return not isinstance(state.data, NonFinite | EveryClaimRefused | ValueError | DiskFull)
 
 
 @task(

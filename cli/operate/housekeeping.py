@@ -14,8 +14,8 @@ from rich.markup import escape
 
 from cli.terminal.arguments import StoreOption, open_named, open_named_store, print_json
 from cli.terminal.console import open_console
-from cli.terminal.formatting import plain_table, ranges, size
-from settings.errors import InvalidInput, counted
+from cli.terminal.formatting import plain_table
+from settings.errors import InvalidInput, counted, ranges, size
 
 if TYPE_CHECKING:
     from storage.retention.retention import RunReport

@@ -15,9 +15,9 @@ from rich.markup import escape
 
 from cli.terminal.arguments import JsonOption, StoreOption, TrackingOption, open_named, print_json
 from cli.terminal.console import open_console
-from cli.terminal.formatting import held_out, number, plain_table, ranges, versions_of
+from cli.terminal.formatting import held_out, number, plain_table, versions_of
 from infra.environment import tracking_uri
-from settings.errors import InvalidInput, counted
+from settings.errors import InvalidInput, counted, ranges
 from settings.places.hints import command
 from settings.places.state_folder import home
 

@@ -1,4 +1,5 @@
-"""`millrace promote` and `rollback`: make a policy the champion unless the log speaks against it, and take that back.
+"""`millrace promote` and `rollback`: make a policy the champion unless the log speaks against it, and take that back;
+`millrace sync`: bring MLflow up to a run's log.
 
 In: a run and a policy version. Out: the alias `champion` in the log, and in MLflow.
 """
@@ -45,6 +46,26 @@ def rollback(run: str, as_json: JsonOption = False, store: StoreOption = "", tra
 
     log = open_named(run, store, appends=True)
     _announce(log, roll_back(log), " again", as_json=as_json, tracking=tracking)
+
+
+def sync(run: str, store: StoreOption = "", tracking: TrackingOption = "") -> None:
+    """Send MLflow, and the other places of `tracking.also`, what they lack of a run."""
+    import asyncio
+
+    from settings.errors import counted
+    from storage.log.runs import is_training
+    from storage.tracking.follower import FollowerUnavailable
+    from tasks.mirror import TrackingMirror
+
+    log = open_named(run, store)
+    if is_training(log):
+        raise FollowerUnavailable(f"run {run} is being trained, and its own session tells MLflow")
+    mirror = TrackingMirror(log, tracking=tracking, is_trainer=True)
+    asyncio.run(mirror.tell())
+    if missing := mirror.missing():
+        raise FollowerUnavailable("; ".join(missing))
+    sent = f"{counted(log.state.step, 'step')} of run {log.run_id}, to the end of its log"
+    open_console(soft_wrap=True).print(escape(without_secrets(f"MLflow at {mirror.uri} has {sent}")))
 
 
 def _announce(log: RunLog, alias: Alias, again: str, *, as_json: bool, tracking: str) -> None:

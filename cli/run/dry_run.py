@@ -16,8 +16,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from cli.terminal.formatting import plain_table, size
+from cli.terminal.formatting import plain_table
 from infra.environment import tracking_uri
+from settings.errors import size
 from settings.places.state_folder import store_uri
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig, default_values
@@ -25,12 +26,11 @@ from storage.log.runs import continues, open_run
 from storage.objects.opening import open_store
 from tasks.checks.learning_rate import SOURCES, num_parameters, usual_learning_rates
 from tasks.checks.preflight import about_model, check_run, model_positions
+from tasks.checks.space import ADAPTER_SHARE, expected_space
 from tasks.checks.trial import check_references
 
 _KEPT_BYTES = 34
 _CHECKPOINTED_BYTES = 2
-_ADAPTER_SHARE = 0.02
-"""Of the parameters, roughly, are trained if only adapters are."""
 _MEMORY = (
     "parameters",
     "trainer_weights_bytes",
@@ -68,6 +68,7 @@ def derived_values(config: RunConfig, *, adopt_tasks: bool = False) -> dict[str,
         "usual_learning_rate": _usual(config, parameters),
         **_batches(config),
         **_memory(config, parameters),
+        **_space(config),
     }
 
 
@@ -96,6 +97,13 @@ def _batches(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def _space(config: RunConfig) -> dict[str, int | None]:
+    """Bytes of the disk at the end of the run, and those of the store without `[retention]`."""
+    space = expected_space(config, removes=config.retention.every > 0)
+    names = {"store_bytes": "store", "store_without_retention_bytes": "everything", "databases_bytes": "databases"}
+    return {key: getattr(space, name, None) for key, name in names.items()}
+
+
 def _memory(config: RunConfig, parameters: int | None) -> dict[str, float | None]:
     """Bytes: of one trainer rank by part, and of an engine's weights. None for a model that is not on this machine."""
     train = config.train
@@ -109,7 +117,7 @@ def _memory(config: RunConfig, parameters: int | None) -> dict[str, float | None
     about = about_model(config) if config.model else made
     copies = 1 + (train.reference.kind in ("base", "model")) + (train.ema is not None)
     weights = 4.0 * parameters * copies
-    moments = 12 * (_ADAPTER_SHARE * parameters if train.lora is not None else parameters)
+    moments = 12 * (ADAPTER_SHARE * parameters if train.lora is not None else parameters)
     if train.advantage.kind == "gae":
         weights, moments = weights + 4 * parameters, moments + 12 * parameters
     kept_bytes = _KEPT_BYTES * about["num_hidden_layers"]

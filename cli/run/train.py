@@ -110,15 +110,16 @@ def train_run(
     with trainer_lock(log):
         pass  # another trainer is an error before anything heavy starts
     with Follower(log, steps=config.steps, console=console) as follower:
-        run_flow(_train(config, checked, adopt_tasks), console, on_interrupt=follower.stop_spinner)
+        missing = run_flow(_train(config, checked, adopt_tasks), console, on_interrupt=follower.stop_spinner)
     status = run_status(log)
     files = [] if isinstance(run, dict) else [run] if isinstance(run, Path) else run
     words = [*map(str, files), *(f"{key}={_typed(value)}" for key, value in (overrides or {}).items())]
-    _print_ending(status, config, console, train=words if files else [])
+    _print_ending(status, config, console, missing=missing, train=words if files else [])
     return status
 
 
-async def _train(config: RunConfig, checked: Checked, adopt_tasks: bool) -> None:
+async def _train(config: RunConfig, checked: Checked, adopt_tasks: bool) -> list[str]:
+    """What MLflow, and the other places that follow the log, lack at the end."""
     import httpx
 
     from flows.train_grpo import train_grpo
@@ -128,7 +129,7 @@ async def _train(config: RunConfig, checked: Checked, adopt_tasks: bool) -> None
     CHECKED.set(checked)
     knobs = {name: getattr(config, name) for name in RunConfig.model_fields if name not in Settings.model_fields}
     try:
-        await train_grpo(**knobs, settings=config.settings, adopt_tasks=adopt_tasks)
+        ending = await train_grpo(**knobs, settings=config.settings, adopt_tasks=adopt_tasks)
     except httpx.TransportError as error:
         if open_named(config.run, config.store).state.step < config.steps:
             raise
@@ -137,9 +138,13 @@ async def _train(config: RunConfig, checked: Checked, adopt_tasks: bool) -> None
             "up` says too, and the run's log has everything",
             error,
         )
+        return []
+    return list(ending["missing"])
 
 
-def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *, train: list[str]) -> None:
+def _print_ending(
+    status: dict[str, Any], config: RunConfig, console: Console, *, missing: list[str], train: list[str]
+) -> None:
     """Score before and after, where everything is, and what to try next."""
     from cli.operate.status import parted, reward_text
 
@@ -159,7 +164,9 @@ def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *
         console.print(f"[yellow]{escape(sentence)}[/]")
     mlflow = f"{status['mlflow_model']} version {status['mlflow_version']}"
     if status["mlflow_model"] is None:
-        mlflow = "does not have this policy (yet, or by tracking.register)"
+        mlflow = "does not have this policy, by tracking.register"
+    if missing:
+        mlflow = "[yellow]" + escape("\n         ".join(missing)) + "[/]"
     console.print(
         f"run      {escape(run_folder)}\n"
         f"shards   {escape(run_folder)}/shards: {counted(status['shards'], 'file')}, "

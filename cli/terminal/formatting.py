@@ -5,12 +5,12 @@ In: numbers, sizes, policy versions, text that a policy may have written. Out: s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from settings.errors import counted
+from settings.errors import counted, ranges
 
 if TYPE_CHECKING:
     from storage.log.entries import Evaluation
@@ -38,16 +38,6 @@ def number(value: float | None, *, digits: int = 4, missing: str = "none") -> st
     return missing if value is None else f"{value:.{digits}g}"
 
 
-def size(num_bytes: int) -> str:
-    """Bytes for people: `1.2 GB`, in powers of 1000 as disks are sold."""
-    value = float(num_bytes)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
-
-
 def lasted(seconds: float) -> str:
     """`42 s`, `5 min 11 s`, `2 h 3 min`."""
     minutes, rest = divmod(round(seconds), 60)
@@ -62,17 +52,6 @@ def ago(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"
     return f"{max(0.0, seconds):.0f} s ago"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: `1, 3–7`."""
-    spans: list[list[int]] = []
-    for value in numbers:
-        if spans and value == spans[-1][1] + 1:
-            spans[-1][1] = value
-        else:
-            spans.append([value, value])
-    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
 
 
 def versions_of(row: Mapping[str, Any]) -> str:

@@ -13,9 +13,8 @@ from rich.markup import escape
 
 from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, check_target, open_named
 from cli.terminal.console import open_console
-from cli.terminal.formatting import size
 from cli.traj.finding import note_left_out
-from settings.errors import InvalidInput, counted
+from settings.errors import InvalidInput, counted, size
 
 
 def export(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cli.terminal.formatting import ranges
 from cli.ui.conversations import SNIPPET_CHARACTERS, snippet
+from settings.errors import ranges
 from storage.views.queries import Queries
 
 MOST_PROMPTS = 1000

@@ -8,6 +8,7 @@ current one. What was found so is in `$MILLRACE_HOME` for child processes, and i
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -45,3 +46,10 @@ def sqlite_uri(file: Path) -> str:
 def sqlite_file(uri: str) -> Path | None:
     """The file of such a URI; None for a URI of anything else."""
     return Path(unquote(uri.removeprefix("sqlite:///"))) if uri.startswith("sqlite:///") else None
+
+
+def written_places(store: str = "") -> dict[str, Path]:
+    """The folders that a command writes to, by what people call them; a store elsewhere is none."""
+    uri = store_uri(store)
+    places = {"the state folder (MILLRACE_HOME)": home(), "the temporary folder (TMPDIR)": Path(tempfile.gettempdir())}
+    return places | ({"the store": Path(uri.removeprefix("file://"))} if uri.startswith("file://") else {})

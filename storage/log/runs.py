@@ -35,9 +35,9 @@ Made = TypeVar("Made")
 MAY_CHANGE = frozenset({"steps", "tracking", "store"})
 """Configuration keys that a resumed run may set to other values: they do not change what a committed step means."""
 
-MAY_DIFFER = frozenset({"train.num_ranks", "rollout.num_workers", "rollout.on_out_of_room"})
-"""Keys that say where a run computes, and one that runs of before it may set to what they did. The recorded values are
-for its replays; a resumed run may use others."""
+MAY_DIFFER = frozenset({"train.num_ranks", "rollout.num_workers", "rollout.on_out_of_room", "retention"})
+"""Keys that say where a run computes and what it keeps, and one that runs of before it may set to what they did. The
+recorded values are for its replays; a resumed run may use others."""
 
 _TABLES = ("evaluation", "rollout", "engine", "train")
 """Tables of every configuration."""
@@ -355,10 +355,12 @@ def _filled_in(value: Any, defaults: Any) -> Any:
 
 def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:
     """Dotted keys with different values, as `key (old → new)`."""
+    if prefix[:-1] in MAY_DIFFER:
+        return []
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted(old.keys() | new.keys())
         return [line for k in keys for line in _differences(old.get(k), new.get(k), f"{prefix}{k}.")]
-    return [] if old == new or prefix[:-1] in MAY_DIFFER else [f"{prefix[:-1]} ({old!r} → {new!r})"]
+    return [] if old == new else [f"{prefix[:-1]} ({old!r} → {new!r})"]
 
 
 def _free_id(store: ObjectStore, run_id: str) -> str:

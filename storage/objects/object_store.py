@@ -21,7 +21,7 @@ from typing import BinaryIO, Protocol
 
 import pyarrow as pa
 
-from settings.errors import UserError
+from settings.errors import DiskFull, UserError, free_bytes, is_disk_full, size
 from settings.places.hints import command
 
 MIN_FREE_VARIABLE = "MILLRACE_MIN_FREE_GB"
@@ -35,7 +35,7 @@ class StoreError(UserError):
     """The store cannot be used as asked; the message says what to do."""
 
 
-class StoreFull(StoreError):
+class StoreFull(StoreError, DiskFull):
     """The store has no space for a write; nothing of it was written."""
 
 
@@ -238,22 +238,25 @@ def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy:
     """Raise `StoreFull` unless `num_bytes` and `reserve` fit on the disk of `folder`, or a write inside exceeds it."""
 
     def full(free: int) -> StoreFull:
-        room = f"Make room with `{command('gc')}`, choose another `store`"
-        reserved = f" and {_size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
+        room = remedy or f"Make room with `{command('gc')}`, or choose another `store`"
+        reserved = f" and {size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
+        lower = f", or set {MIN_FREE_VARIABLE} (gigabytes) lower" if reserve else ""
         return StoreFull(
-            f"{what} is full: {_size(free)} free, {_size(num_bytes)} to write{reserved}. "
-            f"{remedy or room}, or set {MIN_FREE_VARIABLE} (gigabytes) lower. "
+            f"{what} is full: {size(free)} free, {size(num_bytes)} to write{reserved}. "
+            f"{room}{lower}. "
             "Nothing that was committed is lost: the same command continues"
         )
 
-    free = _free_bytes(folder)
+    free = free_bytes(folder)
     if num_bytes + reserve > free:
         raise full(free)
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise full(_free_bytes(folder)) from error
+    except UserError:
+        raise
+    except Exception as error:  # libraries have their own
+        if is_disk_full(error):
+            raise full(free_bytes(folder)) from error
         raise
 
 
@@ -261,12 +264,6 @@ def last_after_others(folder: Path, last: str) -> list[Path]:
     """The files of a folder, sorted, `last` after all others."""
     files = [path for path in folder.iterdir() if path.is_file()]
     return sorted(files, key=lambda file: (file.name == last, file.name))
-
-
-def _free_bytes(folder: Path) -> int:
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 def _make_folder(folder: Path) -> None:
@@ -287,10 +284,3 @@ def _sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _size(num_bytes: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes:.0f} bytes"

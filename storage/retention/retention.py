@@ -39,6 +39,8 @@ Kind = Literal["policy", "state", "shard", "orphan", "temporary"]
 Chosen = set[tuple[str, Kind, str]]
 """Run, kind and name of the items to remove."""
 
+_DATA = ("policies", "state", "shards", "failures", "rewards", "readers")
+"""Folders of a run in which retention removes."""
 _READER_SECONDS = 3 * 3600.0
 """Greatest age of the registration of a living reader, by the store's clock."""
 _RENEW_SECONDS = 3600.0
@@ -162,19 +164,37 @@ def collect_garbage(
     return reports + [RunReport(run=name, problem=reason) for name, reason in damaged.items()]
 
 
+class RunRetention:
+    """The rules of one run, applied again and again while it trains; what an earlier call read of the log is kept."""
+
+    def __init__(self, log: RunLog, rules: Rules) -> None:
+        """`log` is this object's own: a call may come from any thread, one at a time."""
+        self._log = log
+        self.rules = rules
+        self._facts = Facts()
+
+    def collect(self) -> RunReport:
+        """Remove what no rule keeps, unless the run has readers. Raises `StoreError`, `OSError` and `Conflict`."""
+        now = _now(self._log.store)
+        survey = _Survey(self._log, self.rules, now=now, facts=self._facts)
+        return survey.collect(self.rules, _choose([survey], self.rules, now=now), dry_run=False, ignore_readers=False)
+
+
 class _Survey:
     """The files of a run as they were listed, and its log, which may have grown since."""
 
-    def __init__(self, log: RunLog, rules: Rules, *, now: float) -> None:
+    def __init__(self, log: RunLog, rules: Rules, *, now: float, facts: Facts | None = None) -> None:
         self.log = log
         self._now = now
         # Listed before the log is refreshed: a listed file that the log has retired still needs deleting, and a file
-        # that is written later is not listed, so it is never touched.
-        self._files = log.store.walk(log.prefix)
+        # that is written later is not listed, so it is never touched. Again and again, only what may be removed is.
+        folders = [log.prefix] if facts is None else [log.key(name) for name in _DATA]
+        self._files = [file for folder in folders for file in log.store.walk(folder)]
         self.num_bytes = sum(file.num_bytes for file in self._files)
         # A local store keeps temporary files of killed writers; S3 shows only complete objects.
-        self._unfinished = log.store.unfinished(log.prefix) if isinstance(log.store, LocalStore) else []
-        self._facts = Facts()
+        store = log.store if isinstance(log.store, LocalStore) else None
+        self._unfinished = [file for each in folders for file in store.unfinished(each)] if store else []
+        self._facts = Facts() if facts is None else facts
         log.refresh()
         self.plan = self.removable(rules)
         self._readers()  # a run whose files cannot be read is left out before anything is removed
@@ -188,7 +208,7 @@ class _Survey:
         """What may be removed, whatever its age, unless it is being written."""
         state, facts = self.log.state, self._facts
         kept = self._kept(rules)
-        needed_shards, needed_states = reach(state, facts, kept)
+        needed_shards, needed_states = reach(state, facts, kept, replay_steps=rules.replay_steps)
         items = []
         going: dict[tuple[int, bool], list[tuple[list[int], list[StoredFile]]]] = defaultdict(list)
         owned = self._by_owner()

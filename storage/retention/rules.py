@@ -2,10 +2,11 @@
 
 In: counts, an age and a size; a run's log. Out: `Rules`; the policies that they keep, and the files that these need.
 
-A policy is kept if it is the base model, live, named by an alias, among the newest, one of every `keep_every`, or the
-best on a split; and if a kept policy is a delta against it. A kept policy needs what trains it again: its shards, the
-saved state before its step, and the shards of the steps in between. What resumes the run, and every shard with a
-pending group, is always kept.
+A policy is kept if it is the base model, live, named by an alias, among the newest, one of every `keep_every`, the best
+on a split, or one of the evaluated that the rules name; and if a kept policy is a delta against it. A kept policy needs
+what trains it again: its shards, the saved state before its step, and the shards of the steps in between. With
+`replay_steps` only the last so many steps can be trained again. What resumes the run, and every shard with a pending
+group, is always kept.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ class Rules:
     """Remove only what was written at least so long ago."""
     max_bytes: int | None = None
     """Remove the oldest first, until all runs together have at most this size; None: remove everything."""
+    keep_evaluated: int | None = 0
+    """Also keep the newest so many policies with a score, each with its evaluation's shards; None: all of them."""
+    evaluate_every: int = 0
+    """Every version that is a multiple of this is to be evaluated: it stays until it, or a later one, has been."""
+    replay_steps: int | None = None
+    """Keep what trains the last so many steps again; None: what trains each kept policy again."""
     orphan_seconds: float = 3600.0
     """Age at which a file without a log entry is removed: a writer writes the file before the entry."""
 
@@ -44,6 +51,9 @@ class Rules:
     def __str__(self) -> str:
         parts = [f"keep_last {self.keep_last}"]
         parts += [f"keep_every {self.keep_every}"] if self.keep_every else []
+        if self.keep_evaluated != 0:
+            parts.append(f"keep_evaluated {'all' if self.keep_evaluated is None else self.keep_evaluated}")
+        parts += [f"replay_steps {self.replay_steps}"] if self.replay_steps is not None else []
         parts += [f"older than {self.older_than_seconds:.0f} s"] if self.older_than_seconds else []
         parts += [f"at most {self.max_bytes} bytes"] if self.max_bytes is not None else []
         return ", ".join(parts)
@@ -93,16 +103,25 @@ class Facts:
 def kept_policies(state: RunState, rules: Rules, evaluations: Iterable[Evaluation]) -> dict[int, str]:
     """Policy versions to keep, and why. A retired version is never kept."""
     best: dict[str, tuple[float, int]] = {}
+    evaluated: set[int] = set()
+    tried = 0
     for evaluation in evaluations:
+        tried = max(tried, evaluation.version)
         if evaluation.version not in state.retired_policies and not evaluation.failed:
             scored = (evaluation.score, evaluation.version)
             best[evaluation.split] = max(best.get(evaluation.split, (-1.0e300, 0)), scored)
+            evaluated.add(evaluation.version)
+    if rules.keep_evaluated is not None:
+        evaluated = set(sorted(evaluated)[max(0, len(evaluated) - rules.keep_evaluated) :])
     kept: dict[int, str] = {}
     for version in state.policies:
         reasons = ["base model"] if version == 0 else []
         reasons += ["live"] if version == state.newest_version else []
         reasons += [f"alias {name}" for name, alias in state.aliases.items() if alias.version == version]
         reasons += [f"best on {split}" for split, (_, scored) in best.items() if scored == version]
+        reasons += ["evaluated"] if version in evaluated else []
+        due = rules.evaluate_every and version > tried and version % rules.evaluate_every == 0
+        reasons += ["to be evaluated"] if due else []
         reasons += ["among the newest"] if version > state.newest_version - rules.keep_last else []
         reasons += [f"every {rules.keep_every}"] if rules.keep_every and version % rules.keep_every == 0 else []
         if reasons and version not in state.retired_policies:
@@ -117,9 +136,22 @@ def with_anchors(kept: dict[int, str], anchors: Mapping[int, int]) -> dict[int, 
     return dict(sorted({**reasons, **kept}.items()))
 
 
-def reach(state: RunState, facts: Facts, kept: Iterable[int]) -> tuple[set[str], set[str]]:
-    """Shards and state folders that the kept policies, a resume and the queue need. `facts` must be up to `state`."""
+def reach(
+    state: RunState, facts: Facts, kept: Iterable[int], *, replay_steps: int | None = None
+) -> tuple[set[str], set[str]]:
+    """Shards and state folders that the kept policies, a resume and the queue need; see `Rules.replay_steps`. `facts`
+    must be up to `state`.
+
+    To replay N steps needs a state before them, and later ones to take its place: one per N steps, so that N to 2 N
+    steps can be replayed.
+    """
     kept = set(kept)
+    targets = kept - {0} | {state.step + 1}
+    if replay_steps is not None:
+        targets = {state.step + 1}
+        oldest = max(0, state.step - replay_steps) // max(1, replay_steps) * replay_steps
+        stones = range(oldest, state.step, replay_steps) if replay_steps else ()
+        targets.update(stone + 1 for stone in stones)
     shards = {state.shard_of[group_id] for group_id in state.pending}
     shards |= {shard_id for shard_id, version in facts.scored_shards.items() if version in kept}
     states = set()
@@ -130,13 +162,17 @@ def reach(state: RunState, facts: Facts, kept: Iterable[int]) -> tuple[set[str],
     }
     numbers = list(saved)
     # Training a step again starts from the newest state before it; a resume trains the next step.
-    for target in kept - {0} | {state.step + 1}:
+    first = state.step
+    for target in targets:
         before = bisect.bisect_left(numbers, target)
         start = numbers[before - 1] if before else 0
         if start:
             states.add(saved[start])
+        first = min(first, start)
         for _, read in facts.steps[start:target]:
             shards.update(read)
+    for _, read in facts.steps[first:] if replay_steps is not None else ():
+        shards.update(read)
     return shards, states
 
 

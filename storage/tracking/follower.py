@@ -22,6 +22,8 @@ class Follower(Protocol):
 
     name: str
     """Of the service, for sentences: MLflow at http://127.0.0.1:5000."""
+    num_entries: int
+    """Of the log, those that the place has for sure."""
 
     def sync(self) -> Sequence[Registration]:
         """Bring the place up to the log as it is folded now, and to the run's end (`storage.log.runs.outcome`).

@@ -39,7 +39,8 @@ def import_mlflow() -> Any:
             import mlflow
         except ModuleNotFoundError as error:
             raise FollowerUnavailable(str(missing_package(error.name) or error)) from error
-
+        # It prints the traceback of every error that it raises, and the error is said in a sentence.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         return mlflow
 
 

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from storage.tracking.traces import Traces
 logger = logging.getLogger("millrace.registry")
 
 _CURSOR = "millrace.synced_entries"
+MOST_POINTS = 1000
+"""Steps of one run whose metrics MLflow has, at most. Its pages draw at most 2,500 points of a curve."""
 _VERSIONS_AT_ONCE = 1000
 _MOST_METRICS = 1000  # MLflow takes no more in one call
 _LONGEST_PARAMETER = 6000  # characters
@@ -50,6 +53,7 @@ class Registry:
         self._tracking_uri = tracking_uri
         self._run_id = ""
         self._experiment_id = ""
+        self.num_entries = 0
         self._is_filling = False
         """True while MLflow has nothing of the run yet: then the log's registrations are of another database."""
         self.name = f"MLflow at {without_secrets(tracking_uri)}"
@@ -112,8 +116,10 @@ class Registry:
                 if value != {}
             ]
             self._log_batch({"millrace.config_sha256": sha256_of_json(self._config)}, params=parameters)
+        self.num_entries = cursor
         for block in _blocks(self._log.entries[cursor:]):
             self._send(block)
+            self.num_entries = block[-1].number + 1
         with self._sparing("aliases and description"):
             model = self._client.get_registered_model(self.model_name)
             self._set_aliases(model.aliases)
@@ -162,9 +168,18 @@ class Registry:
         metrics = []
         for entry in block:
             number, values = charted(entry)
+            if isinstance(entry.body, Step) and not self._is_charted(number):
+                continue
             at = int(entry.written_at * 1000)
             metrics += [Metric(accepted_name(key), value, at, number) for key, value in values.items()]
         self._log_batch({_CURSOR: str(block[-1].number + 1)}, metrics=metrics)
+
+    def _is_charted(self, step: int) -> bool:
+        """True if the step's metrics go to MLflow: of a long run every so many, and the last, for MLflow keeps 16 kB of
+        each step. The log has them all."""
+        sessions = self._log.state.sessions
+        steps = sessions[-1].steps if sessions else 0
+        return step == steps or step % math.ceil(max(1, steps) / MOST_POINTS) == 0
 
     def _log_batch(self, tags: dict[str, str], **more: Any) -> None:
         """Tags of the MLflow run, and parameters or metrics, in one call; if it is refused, one by one."""

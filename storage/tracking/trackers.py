@@ -32,13 +32,12 @@ class Tracker:
         self._log = log
         self._kind = kind
         self._place: Place | None = None
-        self._num_entries = self._num_rows = 0
-        """Of the log, those that the place has."""
+        self.num_entries = self._num_rows = 0
 
     def sync(self) -> list[Registration]:
         """Send the rows that the place does not have, and end the run there as its newest session did."""
         log, ended = self._log, outcome(self._log)
-        entries = log.entries[self._num_entries :]
+        entries = log.entries[self.num_entries :]
         found = [(entry, *charted(entry)) for entry in entries]
         rows = [
             Row(number=self._num_rows + index, step=step, at=entry.written_at, metrics=metrics)
@@ -54,7 +53,7 @@ class Tracker:
                     self._place = None
         except Exception as error:  # each library has errors of its own
             raise FollowerUnavailable(f"{type(error).__name__}: {error}") from error
-        self._num_entries, self._num_rows = self._num_entries + len(entries), self._num_rows + len(rows)
+        self.num_entries, self._num_rows = self.num_entries + len(entries), self._num_rows + len(rows)
         return []
 
 

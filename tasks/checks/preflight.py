@@ -29,10 +29,10 @@ from rollouts.production.engine_choice import check_engine_arguments, model_conf
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
 from rollouts.workflow import Workflow, place_of
-from settings.errors import InvalidInput, MissingPackage, path_errors
+from settings.errors import InvalidInput, MissingPackage, check_room, path_errors
 from settings.loss import CustomLoss
 from settings.places.hints import command
-from settings.places.state_folder import home, sqlite_file, store_uri
+from settings.places.state_folder import home, sqlite_file, store_uri, written_places
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
@@ -75,6 +75,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     """
     check_run_id(config.run)
     check_sandbox(config)
+    check_room(written_places(config.store))
     loaded = load_workflow(config)
     tasks = load_tasks(loaded, config)
     check_parser("tool_parser", config.engine.tool_parser)

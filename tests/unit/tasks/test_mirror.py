@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -13,13 +14,14 @@ from typing import Any
 
 import pytest
 
+from settings.places.hints import command
 from storage.log.entries import Alias, End, Evaluation, Registration, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import trainer_lock
 from storage.tracking.mlflow_run import RegistryUnavailable
 from tasks import mirror
 from tasks.mirror import TrackingMirror
-from tests.builders import a_log
+from tests.builders import a_log, a_step
 
 
 @pytest.fixture
@@ -31,6 +33,7 @@ class _Registry:
     """A registry that MLflow has told of the run; a test says what its `sync` does."""
 
     run_page = "#/experiments/1/runs/2"
+    num_entries = 0
     made: list[Any]
     attached: list[str]
     do: Callable[[], Any]
@@ -62,7 +65,7 @@ def test_each_call_sees_what_was_committed_since_and_reads_nothing_twice(
     seen: list[int] = []
 
     def sync() -> list[Registration]:
-        seen.append(told._log.state.entries)
+        seen.append(told.log.state.entries)
         if len(seen) == 2:
             raise RegistryUnavailable("down")
         return [Registration(version=0, model_name="run", registry_version="1")]
@@ -70,13 +73,13 @@ def test_each_call_sees_what_was_committed_since_and_reads_nothing_twice(
     registry.do = sync
     assert told._sync() == 1
     read: list[str] = []
-    get_many = told._log.store.get_many
-    monkeypatch.setattr(told._log.store, "get_many", lambda keys: read.extend(keys) or get_many(keys))
-    told._log.append(Alias(name="rollout", version=0, checksum="sum"))
+    get_many = told.log.store.get_many
+    monkeypatch.setattr(told.log.store, "get_many", lambda keys: read.extend(keys) or get_many(keys))
+    told.log.append(Alias(name="rollout", version=0, checksum="sum"))
     assert told._sync() == 0, "an outage is a warning"
     assert seen == [2, 4], "what was registered is in the log"
-    assert told._log.refresh().registrations[0].registry_version == "1"
-    assert [each.log for each in registry.made] == [told._log] * 2, "made anew after the outage, on the same fold"
+    assert told.log.refresh().registrations[0].registry_version == "1"
+    assert [each.log for each in registry.made] == [told.log] * 2, "made anew after the outage, on the same fold"
     assert not any(key.endswith(f"{0:020d}.json") for key in read)
 
 
@@ -86,7 +89,7 @@ def test_the_report_is_attached_at_the_end_and_only_there_or_a_warning_says_why_
     monkeypatch.setattr(mirror, "_report_command", lambda log, page: ["sh", "-c", f"printf page > {page}"])
     asyncio.run(mirror.track.fn(told))
     assert registry.attached == [] and told.run_page == "#/experiments/1/runs/2"
-    told._log.append(End(session_id=told._log.state.sessions[-1].id, outcome="finished"))
+    told.log.append(End(session_id=told.log.state.sessions[-1].id, outcome="finished"))
     asyncio.run(mirror.track.fn(told))
     assert registry.attached == ["report.html: page"] and not caplog.text
     monkeypatch.setattr(mirror, "_report_command", lambda log, page: ["sh", "-c", "echo no disk left >&2; exit 1"])
@@ -94,11 +97,31 @@ def test_the_report_is_attached_at_the_end_and_only_there_or_a_warning_says_why_
     assert "MLflow has no report of this run" in caplog.text and "no disk left" in caplog.text
 
 
+def test_what_a_place_lacks_at_the_end_is_counted_in_steps(told: TrackingMirror, registry: Any) -> None:
+    def sync(has: int) -> None:
+        registry.num_entries = has
+        raise RegistryUnavailable("down")
+
+    log = told.log
+    told._sync()
+    assert told.missing() == []
+    for _ in range(7):
+        log.append(a_step(log.state, trained=[]))
+    sync_command = f"`{command('sync', 'run', store='memory:')}` writes them"
+    for has, lacks in ((0, "up to 7 of 7 steps"), (6, "3 of 7 steps"), (0, "3 of 7 steps"), (9, "how the run ended")):
+        registry.do = functools.partial(sync, has)
+        told._sync()
+        assert told.missing() == [f"MLflow at {told.uri} lacks {lacks}; the next start or {sync_command}"]
+    registry.do = lambda: None
+    told._sync()
+    assert told.missing() == []
+
+
 def test_who_evaluates_beside_a_training_leaves_mlflow_to_it(told: TrackingMirror, registry: Any) -> None:
     sent: list[str] = []
     registry.do = lambda: sent.append("all")
     told._is_trainer = False
-    with trainer_lock(told._log):
+    with trainer_lock(told.log):
         told._sync()
     assert sent == [], "both would send the same entries"
     told._sync()
@@ -125,7 +148,7 @@ def test_two_that_tell_of_a_run_take_turns_and_its_training_may_begin_meanwhile(
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(evaluation._sync)
         assert telling.wait(30)
-        with trainer_lock(told._log):
+        with trainer_lock(told.log):
             second = pool.submit(told._sync)
             begun.set()
             assert first.result() == second.result() == 0
@@ -136,10 +159,10 @@ def test_the_places_beside_mlflow_are_those_that_the_newest_session_names(
     told: TrackingMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    told._log.append(Evaluation(version=0, split="test", score=0.5, num_tasks=1, num_failed=0, shard_id="e", seconds=1))
+    told.log.append(Evaluation(version=0, split="test", score=0.5, num_tasks=1, num_failed=0, shard_id="e", seconds=1))
     told._sync()
     assert not list(tmp_path.iterdir()), "nobody has asked for another place"
-    told._log.append(Session(id="second", code_version="", also=("tensorboard",)))
+    told.log.append(Session(id="second", code_version="", also=("tensorboard",)))
     told._sync(), told._sync()
     assert [path.name[:4] for path in (tmp_path / "tensorboard").iterdir()] == ["run-"]
 
@@ -151,6 +174,7 @@ def test_what_one_service_refuses_is_said_once_and_does_not_keep_another_from_it
 
     class Other:
         name = "another place"
+        num_entries = 0
 
         def sync(self) -> list[Registration]:
             heard.append("all")

@@ -12,6 +12,7 @@ from storage.log.entries import Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, trainer_lock
 from storage.objects.object_store import LocalStore
+from tasks import mirror
 from tests.builders import BASE, a_shard, a_step, a_summary
 from tests.unit.cli.builders import printed, typed
 
@@ -55,6 +56,23 @@ def test_a_refusal_is_one_sentence_and_changes_nothing(log: RunLog) -> None:
     assert "step 2: engine and trainer differed by 0.7 nats per token on the same policy, above 0.5" in shown
     assert "no policy version 7; it has 0 to 2" in printed("promote run --version 7", status=2)
     assert "champion" not in log.refresh().aliases
+
+
+def test_sync_brings_mlflow_up_to_the_log_or_says_what_it_lacks(
+    log: RunLog, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow
+
+    monkeypatch.setattr(mirror, "_report_command", lambda log, page: ["sh", "-c", f"printf page > {page}"])
+    with trainer_lock(log):
+        assert "its own session tells MLflow" in printed("sync run", status=2)
+    shown = printed("sync run --tracking http://127.0.0.1:9", status=2)
+    assert "MLflow at http://127.0.0.1:9 lacks up to 2 of 2 steps; the next start or" in shown and "sync run" in shown
+    assert f"MLflow at sqlite:///{home / 'mlflow.db'} has 2 steps of run run" in printed("sync run")
+    client = mlflow.MlflowClient(f"sqlite:///{home / 'mlflow.db'}")
+    [run] = client.search_runs([client.get_experiment_by_name("millrace").experiment_id])
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2]
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["report.html"]
 
 
 @pytest.mark.server

@@ -158,12 +158,14 @@ def test_the_flow_of_a_command_does_not_check_again_what_the_command_has_checked
 ) -> None:
     checks: list[preflight.Checked | None] = []
 
-    async def train_grpo(**_: Any) -> None:
+    async def train_grpo(**_: Any) -> dict[str, list[str]]:
         checks.append(preflight.CHECKED.get())
+        return {"missing": ["MLflow lacks 112 of 420 steps; `millrace sync run` writes them"]}
 
     monkeypatch.setattr(flow_module, "train_grpo", train_grpo)
     monkeypatch.setattr("cli.run.flow.run_flow", lambda flow, console, **_: asyncio.run(flow))
-    printed(f"train {RUN_FILE}")
+    shown = printed(f"train {RUN_FILE}")
+    assert "MLflow   MLflow lacks 112 of 420 steps; `millrace sync run` writes them\n" in shown
     assert [type(each.workflow).__name__ for each in checks if each] == [
         "Arithmetic"
     ] and not preflight.CHECKED.get(), "a deployed flow checks for itself"

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+import sqlite3
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import typer
 
 from cli.terminal.errors import TRACEBACK, explained
-from settings.errors import InvalidInput
+from settings.errors import DiskFull, InvalidInput, check_room
+from settings.places.state_folder import written_places
+from storage.objects.object_store import StoreFull
 from tests.conftest import PROJECT
 from tests.unit.cli.builders import printed
 
@@ -50,6 +57,49 @@ def test_the_first_error_of_a_group_decides(capsys: pytest.CaptureFixture[str]) 
     assert _ending(nested, capsys) == (2, "error: mend me\n")
     status, shown = _ending(ExceptionGroup("tasks", [other, mendable]), capsys)
     assert status == 1 and "KeyError: 'other'" in shown and "error: " not in shown
+
+
+def _caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def test_a_full_disk_is_one_sentence_with_its_place_and_a_status_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever raises it, with a number or in words, and a server whose database is full and that says only 500."""
+    free = {"home": 3_000_000, "tmp": 10**9, "store": 10**9}
+    for name, variable in (("home", "MILLRACE_HOME"), ("tmp", "TMPDIR"), ("store", "MILLRACE_STORE")):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(variable, str(tmp_path / name))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free[path.name]))
+    home, temporary = f"the state folder (MILLRACE_HOME), {tmp_path / 'home'}", f"(TMPDIR), {tmp_path / 'tmp'}"
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "tmp" / "x" / "y.safetensors"))
+    quota = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(tmp_path / "store" / "z"))
+    words = RuntimeError("SafetensorError: I/O error: No space left on device (os error 28)")
+    for error, place in (
+        (full, temporary),
+        (quota, f"the store, {tmp_path / 'store'}"),
+        (words, home),
+        (_caused(RuntimeError("step 3"), sqlite3.OperationalError("database or disk is full")), home),
+        (ExceptionGroup("tasks", [KeyError("gone"), ExceptionGroup("more", [full])]), temporary),
+    ):
+        status, shown = _ending(error, capsys)
+        assert status == errno.ENOSPC and shown.startswith("error: ") and shown.count("\n") == 1, shown
+        assert place in shown and "20.0 MB are needed there" in shown and "the same command continues" in shown
+    assert "3.0 MB free" in _ending(words, capsys)[1]
+    free["home"] = 10**9
+    assert "a disk or quota (SafetensorError" in _ending(words, capsys)[1], "there is room again"
+    assert _ending(RuntimeError("Server error '500 Internal Server Error'"), capsys)[0] == 1
+    free["home"] = 4096
+    assert home in _ending(RuntimeError("Server error '500 Internal Server Error'"), capsys)[1]
+    assert _ending(InvalidInput("write [steps]"), capsys) == (2, "error: write [steps]\n")
+    with pytest.raises(DiskFull, match="4.1 KB free, and 20.0 MB are needed"):
+        check_room(written_places())
+    store_full = StoreFull("store s3://lake is full")
+    assert _ending(ExceptionGroup("tasks", [store_full]), capsys) == (28, "error: store s3://lake is full\n")
 
 
 def test_a_variable_shows_the_traceback_of_every_error(

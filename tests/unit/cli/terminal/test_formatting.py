@@ -11,8 +11,8 @@ from rich.console import Console
 
 from cli.operate.rounds import LEGEND, rounds_table
 from cli.terminal.console import open_console
-from cli.terminal.formatting import held_out, number, plain_table, ranges, shortened, size, versions_of
-from settings.errors import counted
+from cli.terminal.formatting import held_out, number, plain_table, shortened, versions_of
+from settings.errors import counted, ranges, size
 from settings.redaction import one_line
 from tests.builders import a_log, a_step
 from tests.unit.cli.builders import an_evaluation

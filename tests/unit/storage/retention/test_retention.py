@@ -26,7 +26,7 @@ from storage.log.runs import open_run
 from storage.objects.object_store import LocalStore, ObjectStore, StoreError
 from storage.objects.opening import open_store
 from storage.retention import retention
-from storage.retention.retention import RunReport, collect_garbage, reading
+from storage.retention.retention import RunReport, RunRetention, collect_garbage, reading
 from storage.retention.rules import Rules, kept_policies, make_rules
 from storage.shards.shards import read_shard
 from tests.builders import MemoryStore, a_group, a_log, a_shard, a_step, a_summary, commit, local_store
@@ -489,6 +489,32 @@ def test_the_log_refuses_to_retire_what_is_needed_and_writers_that_come_after_th
             log.append(late)
     log.append(step)
     assert RunLog(log.store, "run").refresh() == log.state
+
+
+def test_beside_a_training_the_last_steps_can_be_replayed_and_nothing_else_grows(log: RunLog) -> None:
+    rules = Rules(keep_last=2, keep_evaluated=None, evaluate_every=10, replay_steps=6)
+    beside = RunRetention(open_run(log.store, "run"), rules)
+    most = {"state": 0, "shards": 0}
+    for step in range(1, 41):
+        anchor = (step - 1) // 5 * 5 + 1  # as `anchor_every` = 5 makes them
+        _train(log, state_every=2, anchors=[anchor if anchor < step else None])
+        kept = beside.collect().kept
+        if step % 10 == 3:  # an evaluation that took three steps
+            assert kept[step - 3] == ("to be evaluated" if step > 3 else "base model")
+            _eval_shard(log, f"e{step - 3}", version=step - 3)
+            _score(log, step - 3, 1 / step if step > 3 else 0.0, f"e{step - 3}")
+        plan = plan_replay(log.refresh(), run="run", first=max(1, step - 5), last=step)
+        files = _data(log.store)
+        needed = [log.state.steps[number - 1] for number in plan.steps]
+        assert {f"shards/{shard_id}" for each in needed for shard_id in each.shard_sha256} <= set(files)
+        assert not plan.resumed_from or f"state/{plan.resumed_from}-a" in files
+        most = {folder: max(count, len(_files(log.store, folder))) for folder, count in most.items()}
+    assert most == {"state": 3, "shards": 2 * 6 + 3}
+    assert _files(log.store, "policies") == sorted(f"policies/{v}-a" for v in (6, 10, 16, 20, 26, 30, 36, 39, 40))
+    reasons = {10: "best on test, evaluated", 26: "anchor of 30", 30: "evaluated", 40: "live, to be evaluated"}
+    assert {v: r.removesuffix(", among the newest") for v, r in kept.items() if v in reasons} == reasons
+    assert beside.collect().items == [] and str(rules) == "keep_last 2, keep_evaluated all, replay_steps 6"
+    assert {*kept_policies(log.state, Rules(keep_last=1, keep_evaluated=1), log.state.evaluations)} == {0, 10, 30, 40}
 
 
 def test_a_writer_and_two_collectors_at_once(tmp_path: Path):

@@ -19,9 +19,10 @@ from storage.log.run_log import RunLog
 from storage.log.runs import create_run, open_run, run_config
 from storage.objects.digests import sha256_of_json
 from storage.objects.object_store import LocalStore
+from storage.tracking import registry
 from storage.tracking.mlflow_run import RegistryUnavailable, registered_version
 from storage.tracking.registry import Registry, dataset_digest
-from tests.builders import BASE, a_claim, a_shard, a_step, a_summary, local_store
+from tests.builders import BASE, a_claim, a_log, a_shard, a_step, a_summary, local_store
 
 CONFIG = {"seed": 0, "train": {"scale": "std"}, "workflow": "my.env:Board"}
 
@@ -274,6 +275,17 @@ def test_experiment_run_model_and_data_say_what_they_are_and_a_users_words_stay(
     assert json.loads(datasets["step-2"].profile) == {"num_groups": 2, "num_rows": 4, "mean_reward": 0.5}
     columns = json.loads(datasets["step-2"].schema)["mlflow_colspec"]
     assert {"name": "reward", "type": "float", "required": False} in columns
+
+
+def test_of_a_long_run_mlflow_has_the_metrics_of_every_so_many_steps_and_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "MOST_POINTS", 3)
+    log = a_log(local_store(tmp_path))
+    log.append(Session(id="long", code_version="c0de", steps=8))
+    for _ in range(8):
+        log.append(a_step(log.state, trained=[]))
+    assert [step for step, *_ in _Mirror(log, tmp_path).history("train/loss")] == [3, 6, 8]
 
 
 def test_a_database_whose_first_migration_was_killed_is_an_outage_with_the_fix(tmp_path: Path) -> None:
