@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from cli.operate.doctor import check_sandbox
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
 from rollouts.production.engine_choice import fitted_to_model, model_config, num_positions
+from rollouts.production.worker import RolloutWorker
 from rollouts.sandbox import sandbox
 from rollouts.workflow import Score, Workflow
 from settings.errors import InvalidInput, UserError
@@ -198,6 +200,9 @@ def test_a_machine_without_a_sandbox_is_named_at_the_start_or_refused_if_the_run
         monkeypatch.setattr(module, "sandbox_report", lambda: (missing,))
     with pytest.raises(UserError, match=f"cannot isolate code that a policy wrote: {missing}"):
         preflight.check_run(demanding)
+    elsewhere = RolloutWorker.open(demanding, store_uri=str(tmp_path), name="r", cache="c", code_version="v")
+    with pytest.raises(UserError, match=missing):
+        asyncio.run(elsewhere)
     assert (check_sandbox(None).fix, "run where" in check_sandbox(demanding).fix) == ("", True)
     preflight.check_run(_config(store=str(tmp_path), tool_parser="hermes"))
     assert [message for message in caplog.messages if f"a policy wrote: {missing}. Code rewards" in message]
