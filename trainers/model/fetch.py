@@ -2,6 +2,8 @@
 
     file.gguf ── once, in a process of its own ──▶ a folder in the cache ─┐
     a local folder, or the hub's ─────────────────────────────────────────┴─▶ links to its files, with `digest.json`
+
+In: what `model` names. Out: a folder in HF layout: configuration, safetensors weights, tokenizer.
 """
 
 from __future__ import annotations
