@@ -37,7 +37,7 @@ MARKS = [
 """What opens thoughts and what closes them, by model family."""
 _HARMONY_END = "<|end|>"
 _FRAME = re.compile(
-    r"(?:<\|end\|>)?(?:<\|start\|>assistant)*<\|channel\|>(?:final|commentary)<\|message\|>|<\|start\|>assistant$"
+    r"(?:<\|end\|>)?(?:<\|start\|>assistant){0,3}<\|channel\|>(?:final|commentary)<\|message\|>|<\|start\|>assistant$"
     r"|<\|(?:START|END)_RESPONSE\|>|<\|(?:begin|end)_of_solution\|>"
 )
 """What some families write around an answer."""

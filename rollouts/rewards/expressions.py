@@ -282,7 +282,8 @@ def _words(unit: re.Match[str]) -> str:
 
 def _bare(answer: str) -> str:
     r"""An answer in LaTeX's signs, without what may stand around it: `\text{…}`, white space, a full stop."""
-    answer = _REPEATING.sub(_repeating, unicode_to_latex(answer)).rstrip(_AFTER).lstrip("`# ~")
+    answer = re.sub(r"\s{2,}", " ", unicode_to_latex(answer))  # or white space costs time in proportion to its square
+    answer = _REPEATING.sub(_repeating, answer).rstrip(_AFTER).lstrip("`# ~")
     return THOUSANDS.sub("", _TEXT_OF_NUMBER.sub(r"\1", answer))
 
 

@@ -22,6 +22,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rollouts.sandbox.wire import DATA_NAMES
+
 _IN_ONE_PROCESS = {
     "caplog": "what it logs is not seen by the tests",
     **dict.fromkeys(("monkeypatch", "mocker", "mock", "unittest.mock"), "what the tests replace is not replaced there"),
@@ -146,7 +148,7 @@ def _attributes(nodes: Sequence[ast.AST], name: str) -> set[str]:
 
 
 def _classes(nodes: Sequence[ast.AST]) -> set[str]:
-    """Names whose results have attributes, are returned by a fixture, or are on both sides of a comparison.
+    """Names whose results have attributes that data lacks, are returned, or are on both sides of a comparison.
 
     That says that `Vector(1, 2)` is an object, and not data: `abs(Sum(2, 3) - 5) < 1e-9` compares data.
     """
@@ -161,7 +163,7 @@ def _classes(nodes: Sequence[ast.AST]) -> set[str]:
 
     for node in nodes:
         match node:
-            case ast.Attribute(value=owner):
+            case ast.Attribute(value=owner, attr=name) if name not in DATA_NAMES:
                 classes |= {_callee(owner), made.get(ast.unparse(owner), ""), getattr(owner, "id", "")}
             case ast.Return(value=ast.Call() as call) | ast.Yield(value=ast.Call() as call):
                 classes.add(_callee(call))

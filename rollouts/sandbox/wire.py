@@ -52,6 +52,8 @@ _TYPES = {
     kind.__name__: kind
     for kind in (*(kind for kind, _, _ in _PLAIN.values()), bool, int, float, str, list, object, type(None))
 }
+DATA_NAMES = {name for kind in _TYPES.values() for name in dir(kind)}
+DATA_NAMES |= {"all", "any", "equals", "shape", "dtype", "tolist", "sum", "mean", "max", "min"}  # arrays and tables
 _Mutable = list | dict | set | deque | bytearray
 
 
