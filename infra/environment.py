@@ -119,6 +119,8 @@ def prepare_environment(run_folder: Path | None = None) -> Path:
         **TELEMETRY_OFF,
         COMMAND: executable(),
         "PREFECT_HOME": str(folder / "prefect"),
+        # What a flow raised, pickled: in ~/.prefect by default, wherever PREFECT_HOME is.
+        "PREFECT_LOCAL_STORAGE_PATH": str(folder / "prefect" / "storage"),
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
         "PREFECT_CLI_COLORS": "false",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ipaddress
 import json
@@ -83,6 +84,8 @@ def _written(folder: Path) -> Iterator[tuple[Path, str]]:
         if text.startswith("SQLite format 3"):
             with contextlib.closing(sqlite3.connect(path)) as database:
                 text += "\n".join(database.iterdump())
+        if path.parent.name == "storage":  # errors that Prefect pickles
+            text += base64.b64decode(text).decode("latin-1")
         if path.suffix == ".arrow":
             with pa.OSFile(str(path)) as file:
                 table = pa.ipc.open_file(file).read_all()
@@ -124,8 +127,8 @@ def test_a_run_a_crash_and_a_report_write_no_secret_open_no_port_and_leave_nothi
     written = [(path, text) for place in places for path, text in _written(place)]
     assert not [(str(path), mark) for path, text in written for mark in marks if mark in text]
     assert not [mark for mark in marks if mark in said]
-    told = {path.name for path, text in written if "no server answers: ***" in text}
-    assert {"trainer-0.log", "prefect.db"} & told and "refused: ***" in home.worker_logs(), "the rest was said"
+    told = {path.suffix for path, text in written if "refused: ***" in text}
+    assert {".txt", ".arrow"} <= told, "the rest was said: on the terminal, and with the failed attempts"
 
     for service in json.loads((services_home / "services.json").read_text()):
         watched.look(psutil.Process(service["pid"]))
