@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -237,6 +238,8 @@ class Cluster:
             }
         # Ray replaces it, and ends the process by SIGTERM. Prefect's tells its Cancel from a crash.
         handler = signal.getsignal(signal.SIGTERM)
+        # Ray would print the last page of a dead raylet's log.
+        ray._private.worker.print_to_stdstream = functools.partial(_keep, self._log_folder / "ray.log")
         try:
             ray.init(**options)
         except BaseException as error:
@@ -346,6 +349,12 @@ class Cluster:
             await asyncio.to_thread(ray.shutdown)  # if it never returns, as it may without a GCS, the watch ends it
             await asyncio.to_thread(self._scratch.close)
             self._watch.end()
+
+
+def _keep(file: Path, message: dict[str, Any], **_: Any) -> None:
+    """Append what Ray says of itself to a log file; what matters of it, `Hosted.call` raises."""
+    with contextlib.suppress(OSError), open(file, "a") as log:
+        log.writelines(f"{line}\n" for line in message["lines"])
 
 
 async def _result(asked: Awaitable[Any], name: str, watch: Watch) -> Any:

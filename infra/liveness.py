@@ -4,9 +4,8 @@
                       ├─ a process has been stopped for 20 s ────▶ it is killed: whatever waits for it sees a death
                       └─ the session has not ended 30 s after ───▶ this process ends, with the sentence and status 2
 
-In: the Ray that this process is connected to. Out: `lost`, and at most one line per process that is killed. A thread does
-it, because what it finds may hold up the event loop. Deaths of single processes are reported by Ray itself, and those of
-other machines too.
+In: the Ray that this process is connected to. Out: `lost`, and one line per process that is killed. A thread does it,
+because what it finds may hold up the event loop. Deaths of workers, here and on other machines, Ray reports itself.
 """
 
 from __future__ import annotations

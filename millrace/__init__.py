@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from trainers.objective.losses import LossInputs, LossOutput
 
 
-
 def _parse_one_at_a_time() -> None:
     """Let no thread parse code beside another.
 

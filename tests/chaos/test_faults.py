@@ -2,8 +2,9 @@
 
     a life of the run:  start ─▶ a few steps ─▶ a fault ─▶ it goes on, or it ends with a sentence ─▶ the next life
 
-`make chaos` draws a long series of faults, and writes what it counted to `docs/chaos_SEED.json`. Here those come once that no other test of this folder has and that a run
-survives, a worker's death among them, and one at the end that it does not.
+`make chaos` draws a long series of faults, and writes what it has counted to `docs/chaos_SEED.json`. Here those come
+once that no other test of this folder has and that a run survives, a worker's death among them, and one at the end that
+it does not.
 """
 
 from __future__ import annotations
@@ -77,7 +78,12 @@ def series() -> list[Fault]:
     """Faults in the order they come."""
     if not LONG:
         elsewhere = {Fault.KILL_EVERYTHING, Fault.KILL_DRIVER, Fault.STOP_WORKER, Fault.STOP_DRIVER}  # test_kill.py, …
-        elsewhere |= {Fault.KILL_NODE, Fault.STOP_NODE, Fault.KILL_GCS, Fault.STOP_GCS}  # tests/unit/infra/test_liveness.py
+        elsewhere |= {
+            Fault.KILL_NODE,
+            Fault.STOP_NODE,
+            Fault.KILL_GCS,
+            Fault.STOP_GCS,
+        }  # test_liveness.py
         elsewhere |= {Fault.STOP_TRAINER, Fault.READ_ONLY_STORE}  # `make chaos`
         return sorted(set(Fault) - elsewhere, key=lambda fault: (fault.status is not None, list(Fault).index(fault)))
     draw = random.Random(SEED)

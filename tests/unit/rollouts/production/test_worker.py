@@ -330,8 +330,7 @@ async def test_a_stopped_worker_begins_and_commits_nothing_more_though_it_is_sti
 def _attempts(run: _Run, shards: Iterable[Shard]) -> list[tuple[Any, ...]]:
     rows = [row for shard in shards for row in read_shard(run.log, shard).to_pylist()]
     return sorted(
-        (row["group_id"], row["attempt"], row["reward"], str(row["input_ids"]), row["weight_versions"])
-        for row in rows
+        (row["group_id"], row["attempt"], row["reward"], str(row["input_ids"]), row["weight_versions"]) for row in rows
     )
 
 
