@@ -1,6 +1,6 @@
 """Whether what a session stands on is alive: Ray on this machine, and the processes below the driver.
 
-    a look every 2 s ─┬─ Ray's raylet here, or its GCS, is gone ─▶ `lost`: every wait of the session ends with a sentence
+    a look every 2 s ─┬─ Ray's raylet here, or its GCS, is gone ─▶ `lost`: every wait of the session ends with that
                       ├─ a process has been stopped for 20 s ────▶ it is killed: whatever waits for it sees a death
                       └─ the session has not ended 30 s after ───▶ this process ends, with the sentence and status 2
 

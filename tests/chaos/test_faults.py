@@ -25,6 +25,7 @@ import boto3
 import psutil
 import pytest
 
+from infra.services import running_services
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
 from storage.objects.opening import open_store
@@ -56,6 +57,7 @@ class Fault(enum.Enum):
     CLOCK_AHEAD = ("the clock jumps a day ahead", None, "", 240)
     CLOCK_BACK = ("the clock jumps a day back", None, "", 240)
     KILL_DRIVER = ("kill -9 of the driver", -9, "", 120)
+    STOP_PREFECT = ("Prefect's server is stopped, and goes on after a while", None, "", 240)
     STOP_TRAINER = ("the trainer is stopped", None, "so it is killed", 240)
     READ_ONLY_STORE = ("the store may not be written", 2, "AccessDenied", 120)
     FULL_STORE = ("the store has no room", 2, "is full", 120)
@@ -84,7 +86,7 @@ def series() -> list[Fault]:
             Fault.KILL_GCS,
             Fault.STOP_GCS,
         }  # test_liveness.py
-        elsewhere |= {Fault.STOP_TRAINER, Fault.READ_ONLY_STORE}  # `make chaos`
+        elsewhere |= {Fault.STOP_TRAINER, Fault.STOP_PREFECT, Fault.READ_ONLY_STORE}  # `make chaos`
         return sorted(set(Fault) - elsewhere, key=lambda fault: (fault.status is not None, list(Fault).index(fault)))
     draw = random.Random(SEED)
     return [draw.choice(list(Fault)) for _ in range(LONG)]
@@ -93,7 +95,7 @@ def series() -> list[Fault]:
 class Disturbed:
     """A run in a bucket behind a proxy that can fail, on a clock that can jump."""
 
-    def __init__(self, home: Home, proxy: FaultyS3, base_model: Path) -> None:
+    def __init__(self, home: Home, proxy: FaultyS3, base_model: Path, prefect: psutil.Process) -> None:
         bucket = f"bucket-{uuid.uuid4().hex[:12]}"
         boto3.client("s3").create_bucket(Bucket=bucket)
         self.store = open_store(f"s3://{bucket}/store")
@@ -101,6 +103,7 @@ class Disturbed:
         self.lives: list[subprocess.Popen[str]] = []
         self.home = home
         self.proxy = proxy
+        self.prefect = prefect
         self.clock = home.path / "clock"
         self.set_clock(0)
         jumps = {"PYTHONPATH": str(Path(__file__).parent / "clock"), "CLOCK_FILE": str(self.clock)}
@@ -145,10 +148,11 @@ class Disturbed:
                 hit.kill() if fault in (Fault.KILL_NODE, Fault.KILL_GCS) else hit.suspend()
             case Fault.STOP_TRAINER:
                 self.home.process_of(RUN, "trainer-0").suspend()
-            case Fault.STOP_DRIVER:
-                process.send_signal(signal.SIGSTOP)
+            case Fault.STOP_DRIVER | Fault.STOP_PREFECT:
+                hit = psutil.Process(process.pid) if fault is Fault.STOP_DRIVER else self.prefect
+                hit.suspend()
                 time.sleep(30)  # as long as it stays stopped
-                process.send_signal(signal.SIGCONT)
+                hit.resume()
             case Fault.KILL_WORKER | Fault.STOP_WORKER:
                 newest = max(self.home.path.glob(f"logs/{RUN}/rollout-*.log"), key=lambda log: log.stat().st_mtime)
                 worker = self.home.process_of(RUN, newest.stem)
@@ -175,13 +179,13 @@ class Disturbed:
 
 @pytest.fixture
 def disturbed(
-    home: Home, moto: dict[str, str], base_model: Path, monkeypatch: pytest.MonkeyPatch
+    home: Home, moto: dict[str, str], base_model: Path, services_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Disturbed]:
     for name, value in moto.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
     with FaultyS3(moto).running() as proxy:
-        run = Disturbed(home, proxy, base_model)
+        run = Disturbed(home, proxy, base_model, psutil.Process(running_services(services_home)["prefect"].pid))
         yield run
         for life in run.lives:
             if life.poll() is None:
