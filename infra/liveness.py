@@ -65,11 +65,14 @@ class Watch:
         task = asyncio.ensure_future(waiting)
         try:
             await asyncio.wait([task, self.lost], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self.check()
-            return task.result()
-        finally:
+        except asyncio.CancelledError:
             task.cancel()
+            await asyncio.wait([task])  # it may have something to give back
+            raise
+        if not task.done():
+            task.cancel()
+            self.check()
+        return task.result()
 
     def end(self) -> None:
         """Look no more."""

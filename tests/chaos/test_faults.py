@@ -106,7 +106,8 @@ class Disturbed:
         self.prefect = prefect
         self.clock = home.path / "clock"
         self.set_clock(0)
-        jumps = {"PYTHONPATH": str(Path(__file__).parent / "clock"), "CLOCK_FILE": str(self.clock)}
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "clock"), os.environ.get("PYTHONPATH")]))
+        jumps = {"PYTHONPATH": path, "CLOCK_FILE": str(self.clock)}
         home.environment |= proxy.variables | jumps
         timeouts = [f"rollout.stall_timeout={STALL_TIMEOUT}", "rollout.attempt_timeout=20"]
         self.arguments = ["train", str(SCRIPTED), f"model={base_model}", f"store={self.store.uri}"]
