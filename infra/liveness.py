@@ -1,7 +1,7 @@
 """Whether what a session stands on is alive: Ray on this machine, and the processes below the driver.
 
     a look every 2 s ─┬─ Ray's raylet here, or its GCS, is gone ─▶ `lost`: every wait of the session ends with that
-                      ├─ a process has been stopped for 20 s ────▶ it is killed: whatever waits for it sees a death
+                      ├─ a process has been stopped for 10 s ────▶ it is killed: whatever waits for it sees a death
                       └─ the session has not ended 30 s after ───▶ this process ends, with the sentence and status 2
 
 In: the Ray that this process is connected to. Out: `lost`, and one line per process that is killed. A thread does it,
@@ -19,7 +19,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("millrace.workers")
 Result = TypeVar("Result")
 
 LOOK_SECONDS = 2.0
-STOPPED_LOOKS = 10
+STOPPED_LOOKS = 5
 """Looks, and not seconds: whoever stops the driver too, as Ctrl-Z does, means to let all of it go on."""
 GCS_LOOKS = 3
 END_SECONDS = 30.0
@@ -62,9 +62,10 @@ class Watch:
 
     async def unless_lost(self, waiting: Awaitable[Result]) -> Result:
         """Await something that Ray does. Raises `RayLost` when Ray cannot do it any more."""
-        task = asyncio.ensure_future(waiting)
+        task: asyncio.Future[Result] = asyncio.ensure_future(waiting)
+        either: list[asyncio.Future[Any]] = [task, self.lost]
         try:
-            await asyncio.wait([task, self.lost], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait([task])  # it may have something to give back

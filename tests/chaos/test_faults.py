@@ -152,7 +152,7 @@ class Disturbed:
             case Fault.STOP_DRIVER | Fault.STOP_PREFECT:
                 hit = psutil.Process(process.pid) if fault is Fault.STOP_DRIVER else self.prefect
                 hit.suspend()
-                time.sleep(30)  # as long as it stays stopped
+                time.sleep(20)  # as long as it stays stopped
                 hit.resume()
             case Fault.KILL_WORKER | Fault.STOP_WORKER:
                 newest = max(self.home.path.glob(f"logs/{RUN}/rollout-*.log"), key=lambda log: log.stat().st_mtime)
