@@ -33,6 +33,7 @@ LOOK_SECONDS = 2.0
 STOPPED_LOOKS = 5
 """Looks, and not seconds: whoever stops the driver too, as Ctrl-Z does, means to let all of it go on."""
 GCS_LOOKS = 3
+_ANSWER_SECONDS = 5.0
 END_SECONDS = 30.0
 
 
@@ -109,7 +110,7 @@ class Watch:
     def _gcs_is_gone(self) -> str:
         host, _, port = self._gcs_address.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=10 * LOOK_SECONDS / GCS_LOOKS).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
             self._gcs_misses = 0
         except OSError:
             self._gcs_misses += 1
