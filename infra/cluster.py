@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -26,6 +27,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from infra.liveness import RayLost, Watch
 from infra.placement import Placement, bundle, check_cluster_answers, gpu_share, node_resources, num_slots, reserve
 from infra.scratch import scratch_folder, worker_environment
 from infra.worker_process import Host, run_function
@@ -56,10 +58,13 @@ class RaisedInWorker(Exception):
 class Hosted:
     """A handle to an object in another process, and to the place that is given back when the process ends."""
 
-    def __init__(self, name: str, actor: Any, log_file: Path, placement: Placement | None = None) -> None:
+    def __init__(
+        self, name: str, actor: Any, log_file: Path, placement: Placement | None = None, *, watch: Watch
+    ) -> None:
         self.name = name
         self.log_file = log_file
         self._actor = actor
+        self._watch = watch
         self._placement = placement
 
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
@@ -67,7 +72,7 @@ class Hosted:
 
         Raises what it raised, as its own type, with a note that has the traceback from over there; `RaisedInWorker`
         if that type cannot come here; `StartFailed` if it is no `UserError` and `open` raised it; `WorkerDied` when the
-        process is gone.
+        process is gone; `RayLost` when all are.
         """
         try:
             return await self._answer(self._actor.call.remote(method, arguments, keywords), method)
@@ -102,8 +107,10 @@ class Hosted:
         from ray.exceptions import RayActorError
 
         try:
-            return await _result(asked, self.name)
+            return await _result(asked, self.name, self._watch)
         except RayActorError as error:
+            if reason := self._watch.raylet_is_gone():
+                raise RayLost(reason) from error
             self.give_back()
             raise WorkerDied(f"{self.name} died during {method}(); its log is {self.log_file}") from error
 
@@ -203,6 +210,8 @@ class Cluster:
         self._hosted: list[Hosted | HostedGroup] = []
         self._scratch = contextlib.ExitStack()
         self._environment: dict[str, str] = {}
+        self._watch: Watch
+        """From the start of Ray on."""
         self.nodes: list[dict[str, float]] = []
         """Resources of each node, as they were at the start."""
 
@@ -231,14 +240,20 @@ class Cluster:
             }
         # Ray replaces it, and ends the process by SIGTERM. Prefect's tells its Cancel from a crash.
         handler = signal.getsignal(signal.SIGTERM)
+        # Ray would print the last page of a dead raylet's log.
+        ray._private.worker.print_to_stdstream = functools.partial(_keep, self._log_folder / "ray.log")
         try:
             with _on_loopback() if address == "local" else contextlib.nullcontext():
                 ray.init(**options)
-        except BaseException:
+        except BaseException as error:
             self._scratch.close()
-            raise
+            if not isinstance(error, Exception):
+                raise
+            raise StartFailed(f"Ray could not start: {in_one_line(str(error))}") from error
         if callable(handler) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+        node = ray._private.worker._global_node
+        self._watch = Watch(raylet_socket=node.raylet_socket_name, gcs_address=node.gcs_address)
         self.nodes = node_resources()
         return self
 
@@ -248,7 +263,7 @@ class Cluster:
         options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": "DEFAULT" if num_gpus else "SPREAD"}
         if self._gpus_per_engine > 1:
             whole = bundle(num_gpus=num_gpus) if num_gpus else bundle(num_cpus=self._gpus_per_engine)
-            placement = await reserve(name, [whole])
+            placement = await self._watch.unless_lost(reserve(name, [whole]))
             options = placement.options(0)
         return self._start(name, path, options=options, placement=placement)
 
@@ -268,7 +283,7 @@ class Cluster:
                 here = ray.get_runtime_context().get_node_id()
                 options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=here, soft=True)
             return self._start(name, path, options=options)
-        placement = await reserve(name, [bundle(num_gpus=num_gpus)] * num_ranks)
+        placement = await self._watch.unless_lost(reserve(name, [bundle(num_gpus=num_gpus)] * num_ranks))
         logs = [name, *(f"{name}-rank-{rank}" for rank in range(1, num_ranks))]
         ranks = [
             self._process(f"rank {rank} of {name}", path, log_name=log, options=placement.options(rank))
@@ -289,9 +304,11 @@ class Cluster:
     ) -> Hosted:
         import ray
 
+        self._watch.check()
         log_file = self._log_folder / f"{log_name}.log"
         actor_class = ray.remote(Host).options(max_concurrency=100, **options)
-        return Hosted(name, actor_class.remote(path, str(log_file), self._environment), log_file, placement)
+        actor = actor_class.remote(path, str(log_file), self._environment)
+        return Hosted(name, actor, log_file, placement, watch=self._watch)
 
     @property
     def gpus_per_worker(self) -> float:
@@ -306,10 +323,16 @@ class Cluster:
     async def run(self, name: str, path: str, **arguments: Any) -> Any:
         """Run one function (`package.module:function`) in a process of its own; raises as `Hosted.call`."""
         import ray
+        from ray.exceptions import WorkerCrashedError
 
+        self._watch.check()
         log_file = str(self._log_folder / f"{name}.log")
-        remote = ray.remote(run_function).options(num_cpus=1, max_retries=0)
-        return await _result(remote.remote(path, arguments, log_file, self._environment), name)
+        # One call is all: an idle process would keep what it has imported.
+        remote = ray.remote(max_calls=1)(run_function).options(num_cpus=1, max_retries=0)
+        try:
+            return await _result(remote.remote(path, arguments, log_file, self._environment), name, self._watch)
+        except WorkerCrashedError as error:
+            raise WorkerDied(f"{name} died; its log is {log_file}") from error
 
     async def close(self) -> None:
         """Let what is hosted end in its own way. Raises the first error that is not the end of a process."""
@@ -326,8 +349,9 @@ class Cluster:
         try:
             await self.close()
         finally:
-            await asyncio.to_thread(ray.shutdown)
+            await asyncio.to_thread(ray.shutdown)  # if it never returns, as it may without a GCS, the watch ends it
             await asyncio.to_thread(self._scratch.close)
+            self._watch.end()
 
 
 @contextlib.contextmanager
@@ -348,12 +372,18 @@ def _on_loopback() -> Iterator[None]:
             os.environ[name] = chosen
 
 
-async def _result(asked: Awaitable[Any], name: str) -> Any:
+def _keep(file: Path, message: dict[str, Any], **_: Any) -> None:
+    """Append what Ray says of itself to a log file; what matters of it, `Hosted.call` raises."""
+    with contextlib.suppress(OSError), open(file, "a") as log:
+        log.writelines(f"{line}\n" for line in message["lines"])
+
+
+async def _result(asked: Awaitable[Any], name: str, watch: Watch) -> Any:
     """What the process `name` returns. What it raised there is raised here, its traceback as a note."""
     from ray.exceptions import RayError, RayTaskError, UnserializableException
 
     try:
-        return await asked
+        return await watch.unless_lost(asked)
     except (RayTaskError, UnserializableException) as error:
         text = str(error).rpartition("Original exception:\n")[2]
         text = re.sub(r"^.*ray::.*$", _HEADER, text, count=1, flags=re.MULTILINE)  # Ray's own first line
@@ -374,7 +404,8 @@ async def close(hosted: Hosted | HostedGroup) -> None:
     try:
         async with asyncio.timeout(20):
             await hosted.call("close")
+    except RayLost:
+        return  # the run says so, and there is no place to give back
     except (WorkerDied, TimeoutError, AttributeError) as error:
         logger.warning("%s did not close: %s", hosted.name, str(error) or "no answer for 20 s")
-    finally:
-        hosted.give_back()
+    hosted.give_back()

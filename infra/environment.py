@@ -150,6 +150,7 @@ def prepare_environment(run_folder: Path | None = None) -> Path:
         "MLFLOW_LOGGING_LEVEL": "WARNING",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # its password too
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # a later sync sends what failed, from the log
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",  # seconds; a server that was stopped never answers
         # Arrow's own allocator keeps the memory of shards and log segments: the driver would grow with every round.
         "ARROW_DEFAULT_MEMORY_POOL": "system",
         "TOKENIZERS_PARALLELISM": "false",

@@ -3,7 +3,7 @@
 `docs/api.md` describes every name. A name is loaded when it is first used, so this import is free: no torch, no vLLM.
 
 Every process of ours imports this package first. From then on our own imports find our packages, whatever folders of
-the same names lie in the working directory or on PYTHONPATH.
+the same names lie in the working directory or on PYTHONPATH, and threads parse code one after another.
 """
 
 # ruff: noqa: F401 - the imports below are the list of names, and for type checkers and editors
@@ -11,8 +11,11 @@ the same names lie in the working directory or on PYTHONPATH.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +39,27 @@ if TYPE_CHECKING:
     from settings.errors import InvalidInput, NotFound, UserError
     from storage.records import Message, RolloutGroup, Sampling, Task, ToolCall, Trajectory, Turn
     from trainers.objective.losses import LossInputs, LossOutput
+
+
+def _parse_one_at_a_time() -> None:
+    """Let no thread parse code beside another.
+
+    Python 3.11 and 3.12 count the depth of a syntax tree for all threads together: when the collector lets another one
+    in, both raise `SystemError: AST constructor recursion depth mismatch`. Libraries parse while they are imported,
+    torch, transformers, pydantic, Prefect and MLflow among them, and some are imported in threads.
+    """
+    lock, parse = threading.RLock(), ast.parse
+
+    @functools.wraps(parse)
+    def alone(*arguments: Any, **keywords: Any) -> Any:
+        with lock:
+            return parse(*arguments, **keywords)
+
+    ast.parse = alone
+    os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined] # as logging does it
+
+
+_parse_one_at_a_time()
 
 _IMPORTS = next(node for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.If)).body
 _HOME = {name.name: node.module for node in _IMPORTS if isinstance(node, ast.ImportFrom) for name in node.names}

@@ -18,6 +18,7 @@ from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
 from infra.cluster import WorkerDied
+from infra.liveness import RayLost
 from settings.errors import DiskFull, UserError
 from settings.run_file import RunConfig
 from storage.log.claims import next_claim
@@ -107,7 +108,7 @@ def forget_results() -> None:
 
 def _may_pass(task: Any, task_run: Any, state: Any) -> bool:
     """Whether a failed step is worth another try: what the data, the settings or a full disk forbid stays so."""
-    return not isinstance(state.data, NonFinite | EveryClaimRefused | ValueError | DiskFull)
+    return not isinstance(state.data, NonFinite | EveryClaimRefused | ValueError | DiskFull | RayLost)
 
 
 @task(

@@ -6,6 +6,7 @@ In: the flow. Out: what it returns, once Prefect's server in this process has it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -134,9 +135,10 @@ async def _awaited(flow: Coroutine[Any, Any, Result], console: Console, on_inter
 async def drain_history(*, quiet_seconds: float = 2.0, at_most_seconds: float = 20.0) -> None:
     """Wait until Prefect's server in this process has taken in every task run: until their number stands still.
 
-    The server dies with us, and so does its queue. A server elsewhere lives on, and Prefect sends it the rest at our
-    exit.
+    The server dies with us, and so does its queue; one that has died before has nothing to wait for. A server elsewhere
+    lives on, and Prefect sends it the rest at our exit.
     """
+    import httpx
     from prefect import get_client
     from prefect.settings import PREFECT_API_URL
 
@@ -144,13 +146,14 @@ async def drain_history(*, quiet_seconds: float = 2.0, at_most_seconds: float = 
         return
     seen, since = -1, time.monotonic()
     deadline = since + at_most_seconds
-    async with get_client() as client:
-        while (now := time.monotonic()) < deadline:
-            runs = await client.read_task_runs(limit=200)
-            unfinished = [run for run in runs if run.state is None or not run.state.is_final()]
-            count = int((await client.request("POST", "/task_runs/count", json={})).json())
-            if count != seen or unfinished:
-                seen, since = count, now
-            elif now - since >= quiet_seconds:
-                return
-            await asyncio.sleep(0.25)
+    with contextlib.suppress(httpx.TransportError):
+        async with get_client() as client:
+            while (now := time.monotonic()) < deadline:
+                runs = await client.read_task_runs(limit=200)
+                unfinished = [run for run in runs if run.state is None or not run.state.is_final()]
+                count = int((await client.request("POST", "/task_runs/count", json={})).json())
+                if count != seen or unfinished:
+                    seen, since = count, now
+                elif now - since >= quiet_seconds:
+                    return
+                await asyncio.sleep(0.25)

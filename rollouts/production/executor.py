@@ -61,6 +61,7 @@ class Executor:
         self._oldest_finished = 0.0
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
+        self.is_closed = False
         self._last_error = ""
         self._first_batch = FirstBatch()
         self.num_finished = 0
@@ -155,9 +156,16 @@ class Executor:
         self.quota.commit(sum(self._counts(group) for group in groups))
 
     async def close(self) -> list[RolloutGroup]:
-        """Cancel what is running, whose prompts are free again later; returns what has finished meanwhile."""
-        self._ready.clear()
-        await _cancel([*self._running, *([self._leasing] if self._leasing else [])])
+        """Cancel what is running, whose prompts are free again later; returns what has finished by now.
+
+        Nothing begins and nothing finishes any more, whoever still waits for a batch or admits: what cancellation does
+        to an attempt is in no shard, and the next start goes on as after a kill.
+        """
+        self.is_closed = True
+        await _cancel(self._running)
+        if self._leasing is not None:  # a thread that writes a lease cannot be cancelled, and would write it too late
+            await asyncio.wait([self._leasing])
+        self._changed.set()
         return self.hand_out()
 
     def report(self) -> str:
@@ -180,7 +188,7 @@ class Executor:
         return self.quota.counts(accepted=group.accepted, will_retry=group.will_retry)
 
     def _flush_due(self, version: int) -> bool:
-        if self._failure is not None:
+        if self._failure is not None or self.is_closed:
             return True
         is_over = self._is_idle and self.quota.room <= 0
         if not self._finished:
@@ -195,7 +203,7 @@ class Executor:
         )
 
     def _start_ready(self) -> None:
-        if self._failure is not None:
+        if self._failure is not None or self.is_closed:
             return
         while self._ready and self.quota.room > 0:
             prompt = self._ready.popleft()
@@ -222,7 +230,7 @@ class Executor:
     def _end(self, task: asyncio.Task[RolloutGroup]) -> None:
         """Called when a group's task is over, also one that was cancelled before it began."""
         running, passed = self._running.pop(task), []
-        if not task.cancelled():
+        if not task.cancelled() and not self.is_closed:
             error = task.exception()
             if error is None:
                 passed = self._take(running.prompt, task.result())

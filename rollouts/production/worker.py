@@ -27,7 +27,7 @@ from infra.weight_broadcast import Broadcast
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.thoughts import ThoughtParser
 from rollouts.chat.tool_parsing import ToolParser
-from rollouts.engines.engine import WeightUpdate
+from rollouts.engines.engine import EngineError, WeightUpdate
 from rollouts.engines.served_policy import ServedPolicy
 from rollouts.production.attempts import Player
 from rollouts.production.engine_choice import fitted_to_model, make_engine
@@ -327,6 +327,7 @@ class RolloutWorker:
 
             async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
                 async with self.lock:
+                    self._check_open()
                     await self._write(shard_id, groups, sampling=sampling, wall_seconds=seconds, is_eval=True)
 
             evaluation = await evaluate_tasks(
@@ -341,8 +342,14 @@ class RolloutWorker:
             )
             evaluation = dataclasses.replace(evaluation, tasks=asked)
             async with self.lock:
+                self._check_open()
                 await asyncio.to_thread(self.log.append, evaluation)
             return evaluation
+
+    def _check_open(self) -> None:
+        """An evaluation that outlives its engine has attempts that the end of the run failed: nothing of it counts."""
+        if self._executor.is_closed:
+            raise EngineError("this worker is closed: the evaluation is made again by the next start")
 
     async def close(self) -> None:
         """Stop producing, release the engine and the reward processes, commit what has finished."""

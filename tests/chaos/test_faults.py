@@ -2,17 +2,21 @@
 
     a life of the run:  start ─▶ a few steps ─▶ a fault ─▶ it goes on, or it ends with a sentence ─▶ the next life
 
-`make chaos` draws a long series of faults. Here those come once that no other test of this folder has and that a run
-survives, a worker's death among them, and one at the end that it does not.
+`make chaos` draws a long series of faults, and writes what it has counted to `docs/chaos_SEED.json`. Here those come
+once that no other test of this folder has and that a run survives, a worker's death among them, and one at the end that
+it does not.
 """
 
 from __future__ import annotations
 
+import collections
 import enum
+import json
 import os
 import random
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +25,12 @@ import boto3
 import psutil
 import pytest
 
+from infra.services import running_services
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
 from storage.objects.opening import open_store
 from tests.chaos.outcomes import check_trained_once, weights_of
-from tests.conftest import SCRIPTED, Home
+from tests.conftest import PROJECT, SCRIPTED, Home
 from tests.faulty_s3 import ALWAYS, FaultyS3
 from tests.faulty_s3 import Fault as StoreFault
 
@@ -52,13 +57,18 @@ class Fault(enum.Enum):
     CLOCK_AHEAD = ("the clock jumps a day ahead", None, "", 240)
     CLOCK_BACK = ("the clock jumps a day back", None, "", 240)
     KILL_DRIVER = ("kill -9 of the driver", -9, "", 120)
-    FREEZE_TRAINER = ("the trainer hangs", 2, f"has taken more than {STALL_TIMEOUT:g} s", 300)
+    STOP_PREFECT = ("Prefect's server is stopped, and goes on after a while", None, "", 240)
+    STOP_TRAINER = ("the trainer is stopped", None, "so it is killed", 240)
     READ_ONLY_STORE = ("the store may not be written", 2, "AccessDenied", 120)
     FULL_STORE = ("the store has no room", 2, "is full", 120)
-    KILL_NODE = ("kill -9 of the raylet", 2, " died during ", 120)
+    KILL_NODE = ("kill -9 of the raylet", 2, "Ray's raylet has died", 60)
+    STOP_NODE = ("the raylet is stopped", 2, "Ray's raylet has died", 60)
+    KILL_GCS = ("kill -9 of Ray's GCS", 2, "Ray's GCS, which knows all workers, has died", 60)
+    STOP_GCS = ("Ray's GCS is stopped", 2, "Ray's GCS, which knows all workers, has died", 60)
+    STOP_DRIVER = ("the driver is stopped, and goes on after a while", None, "", 240)
     DAMAGED_SHARD = ("a bit of a shard changes on its way", None, "", 240)
     KILL_EVERYTHING = ("kill -9 of the process group", -9, "", 60)
-    FREEZE_WORKER = ("a rollout worker hangs", 2, "rollout-0 does not answer", 300)
+    STOP_WORKER = ("a rollout worker is stopped", None, "so it is killed", 240)
 
     def __init__(self, _: str, status: int | None, sentence: str, seconds: float) -> None:
         self.status = status
@@ -69,8 +79,14 @@ class Fault(enum.Enum):
 def series() -> list[Fault]:
     """Faults in the order they come."""
     if not LONG:
-        elsewhere = {Fault.KILL_EVERYTHING, Fault.KILL_DRIVER, Fault.FREEZE_WORKER}  # test_kill.py, test_workers.py
-        elsewhere |= {Fault.FREEZE_TRAINER, Fault.KILL_NODE, Fault.READ_ONLY_STORE}  # each costs a life: `make chaos`
+        elsewhere = {Fault.KILL_EVERYTHING, Fault.KILL_DRIVER, Fault.STOP_WORKER, Fault.STOP_DRIVER}  # test_kill.py, …
+        elsewhere |= {
+            Fault.KILL_NODE,
+            Fault.STOP_NODE,
+            Fault.KILL_GCS,
+            Fault.STOP_GCS,
+        }  # test_liveness.py
+        elsewhere |= {Fault.STOP_TRAINER, Fault.STOP_PREFECT, Fault.READ_ONLY_STORE}  # `make chaos`
         return sorted(set(Fault) - elsewhere, key=lambda fault: (fault.status is not None, list(Fault).index(fault)))
     draw = random.Random(SEED)
     return [draw.choice(list(Fault)) for _ in range(LONG)]
@@ -79,7 +95,7 @@ def series() -> list[Fault]:
 class Disturbed:
     """A run in a bucket behind a proxy that can fail, on a clock that can jump."""
 
-    def __init__(self, home: Home, proxy: FaultyS3, base_model: Path) -> None:
+    def __init__(self, home: Home, proxy: FaultyS3, base_model: Path, prefect: psutil.Process) -> None:
         bucket = f"bucket-{uuid.uuid4().hex[:12]}"
         boto3.client("s3").create_bucket(Bucket=bucket)
         self.store = open_store(f"s3://{bucket}/store")
@@ -87,9 +103,11 @@ class Disturbed:
         self.lives: list[subprocess.Popen[str]] = []
         self.home = home
         self.proxy = proxy
+        self.prefect = prefect
         self.clock = home.path / "clock"
         self.set_clock(0)
-        jumps = {"PYTHONPATH": str(Path(__file__).parent / "clock"), "CLOCK_FILE": str(self.clock)}
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "clock"), os.environ.get("PYTHONPATH")]))
+        jumps = {"PYTHONPATH": path, "CLOCK_FILE": str(self.clock)}
         home.environment |= proxy.variables | jumps
         timeouts = [f"rollout.stall_timeout={STALL_TIMEOUT}", "rollout.attempt_timeout=20"]
         self.arguments = ["train", str(SCRIPTED), f"model={base_model}", f"store={self.store.uri}"]
@@ -124,16 +142,22 @@ class Disturbed:
                 process.kill()
             case Fault.KILL_TRAINER:
                 self.home.process_of(RUN, "trainer-0").kill()
-            case Fault.KILL_NODE:
+            case Fault.KILL_NODE | Fault.STOP_NODE | Fault.KILL_GCS | Fault.STOP_GCS:
                 family = psutil.Process(process.pid).children(recursive=True)
-                next(child for child in family if child.name() == "raylet").kill()
-            case Fault.FREEZE_TRAINER:
+                part = "raylet" if fault in (Fault.KILL_NODE, Fault.STOP_NODE) else "gcs_server"
+                hit = next(child for child in family if child.name() == part)
+                hit.kill() if fault in (Fault.KILL_NODE, Fault.KILL_GCS) else hit.suspend()
+            case Fault.STOP_TRAINER:
                 self.home.process_of(RUN, "trainer-0").suspend()
-            case Fault.FREEZE_WORKER:
-                self.home.process_of(RUN, "rollout-0").suspend()
-            case Fault.KILL_WORKER:
+            case Fault.STOP_DRIVER | Fault.STOP_PREFECT:
+                hit = psutil.Process(process.pid) if fault is Fault.STOP_DRIVER else self.prefect
+                hit.suspend()
+                time.sleep(20)  # as long as it stays stopped
+                hit.resume()
+            case Fault.KILL_WORKER | Fault.STOP_WORKER:
                 newest = max(self.home.path.glob(f"logs/{RUN}/rollout-*.log"), key=lambda log: log.stat().st_mtime)
-                self.home.process_of(RUN, newest.stem).kill()
+                worker = self.home.process_of(RUN, newest.stem)
+                worker.kill() if fault is Fault.KILL_WORKER else worker.suspend()
             case Fault.READ_ONLY_STORE:
                 self.proxy.fail(StoreFault.READ_ONLY, times=ALWAYS)
             case Fault.FULL_STORE:
@@ -156,13 +180,13 @@ class Disturbed:
 
 @pytest.fixture
 def disturbed(
-    home: Home, moto: dict[str, str], base_model: Path, monkeypatch: pytest.MonkeyPatch
+    home: Home, moto: dict[str, str], base_model: Path, services_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Disturbed]:
     for name, value in moto.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
     with FaultyS3(moto).running() as proxy:
-        run = Disturbed(home, proxy, base_model)
+        run = Disturbed(home, proxy, base_model, psutil.Process(running_services(services_home)["prefect"].pid))
         yield run
         for life in run.lives:
             if life.poll() is None:
@@ -177,17 +201,41 @@ def _is_ours(process: psutil.Process) -> bool:
         return False
 
 
+def _write_down(state: RunState, count: collections.Counter[str], longest: float, committed: set[str]) -> None:
+    """What `make chaos` has counted so far, by itself: positions and prompts, and not what the fold says of them."""
+    if not LONG:
+        return
+    trained = [state.groups[group.group_id] for step in state.steps for group in step.claim.trained]
+    prompts = collections.Counter((group.epoch, group.prompt_id) for group in trained)
+    taken = {group.position for group in trained}
+    document = {
+        "seed": SEED,
+        "faults": count.total(),
+        "by_kind": dict(sorted(count.items())),
+        "steps": state.step,
+        "lost": len(committed - state.groups.keys()),
+        "skipped": len(set(range(BATCH_SIZE * state.step)) - taken),
+        "doubled": sum(times - 1 for times in prompts.values()),
+        "longest_seconds": round(longest, 1),
+    }
+    (PROJECT / "docs" / f"chaos_{SEED}.json").write_text(json.dumps(document, indent=1) + "\n")
+    assert (document["lost"], document["skipped"], document["doubled"]) == (0, 0, 0)
+
+
 @pytest.mark.timeout(2400 + 120 * LONG)
 def test_every_fault_has_its_outcome_and_none_changes_the_weights(disturbed: Disturbed) -> None:
     run, draw = disturbed, random.Random(SEED)
     process: subprocess.Popen[str] | None = None
     committed: set[str] = set()
+    count: collections.Counter[str] = collections.Counter()
+    longest = 0.0
     for fault in series():
         if process is None:
             process = run.start()
         run.wait_for_step(process, run.state().step + draw.randint(1, 3))
         family = psutil.Process(process.pid).children(recursive=True)
         said, quarantined = len(run.output()), len(run.state().quarantined)
+        inflicted = time.monotonic()
         run.inflict(fault, process)
         if fault.status is None:
             run.wait_for_step(process, run.state().step + 2, seconds=fault.seconds)
@@ -201,7 +249,10 @@ def test_every_fault_has_its_outcome_and_none_changes_the_weights(disturbed: Dis
             process = None
             run.proxy.heal()
         assert fault.sentence in run.output()[said:], f"{fault}\n{run.output()[said:]}"
+        longest = max(longest, time.monotonic() - inflicted)
         state = run.state()
+        count[fault.name] += 1
+        _write_down(state, count, longest, committed)
         assert committed <= state.groups.keys(), f"{fault} lost a committed group"
         committed = set(state.groups)
     if process is not None:

@@ -1,4 +1,4 @@
-"""kill -9 of the whole process group, again and again, and the run goes on as if nothing had happened."""
+"""kill -9 of the whole process group and Ctrl-C in turn, and the run goes on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ import pytest
 from tests.chaos.outcomes import check_trained_once, state_of, weights_of
 from tests.conftest import SCRIPTED, Home
 
-KILLS = 40 if os.environ.get("MILLRACE_CHAOS_FAULTS") else 3  # `make chaos`; test_faults.py kills as often again
+KILLS = 40 if os.environ.get("MILLRACE_CHAOS_FAULTS") else 4  # `make chaos`; test_faults.py kills as often again
 STEPS = 4 * KILLS  # more than so many lives last
 
 
 @pytest.mark.timeout(1800)
-def test_kill_after_kill_loses_nothing_and_changes_nothing(home: Home, base_model: Path) -> None:
+def test_kills_and_stops_lose_nothing_and_change_nothing(home: Home, base_model: Path) -> None:
     arguments = ["train", str(SCRIPTED), f"model={base_model}", f"steps={STEPS}", "evaluation.every=0"]
     home.run(*arguments, "run=undisturbed")
     draw = random.Random(7)
     committed: set[str] = set()
-    for _ in range(KILLS):
+    for number in range(KILLS):
         process = home.start(*arguments, "run=killed")
         entries = state_of(home, "killed").entries + draw.randint(1, 5)
         home.wait(process, lambda entries=entries: state_of(home, "killed").entries >= entries)  # type: ignore[misc]
         time.sleep(draw.uniform(0, 0.3))  # the random moment itself
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if number % 2:
+            process.send_signal(signal.SIGINT)  # as `millrace stop` does
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(timeout=60) == (130 if number % 2 else -signal.SIGKILL)
         state = state_of(home, "killed")
         assert committed <= state.groups.keys(), "a committed group was lost"
         committed = set(state.groups)

@@ -155,7 +155,9 @@ async def test_an_error_comes_with_the_users_frames_last(
 
 def _engines(cluster: Cluster) -> Cluster:
     """The same one, for engines of two parts."""
-    return Cluster(log_folder=cluster._log_folder, gpus_per_engine=2)
+    engines = Cluster(log_folder=cluster._log_folder, gpus_per_engine=2)
+    engines._watch = cluster._watch
+    return engines
 
 
 def _places() -> dict[str, dict[str, Any]]:

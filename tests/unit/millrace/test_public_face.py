@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import gc
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -34,3 +38,27 @@ def test_an_environment_loads_no_engine_and_no_trainer():
 def test_the_reference_page_has_every_name_as_the_code_has_it():
     assert sorted(" ".join(api_page.SECTIONS.values()).split()) == millrace.__all__
     assert api_page.PAGE.read_text() == api_page.page(), "run `python -m tests.api_page`"
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="newer ones count each thread's depth apart")
+@pytest.mark.parametrize("alone", [True, False], ids=["as it is", "without the lock"])
+def test_a_thread_that_parses_while_the_collector_lets_it_in_spoils_no_other_threads_tree(alone: bool) -> None:
+    source, parse = "x = [1, [2, 3]]\n" * 500, ast.parse if alone else ast.parse.__wrapped__  # type: ignore[attr-defined]
+    other = threading.Thread(target=parse, args=(source,))
+
+    def let_other_in(phase: str, info: dict[str, int]) -> None:
+        if other.ident is None:
+            other.start()
+            other.join(0.3)
+
+    def parse_deep(depth: int) -> ast.Module:
+        return parse_deep(depth - 1) if depth else parse(source)
+
+    gc.callbacks.append(let_other_in)
+    try:
+        with contextlib.nullcontext() if alone else pytest.raises(SystemError, match="recursion depth mismatch"):
+            assert len(parse_deep(50).body) == 500
+    finally:
+        gc.callbacks.remove(let_other_in)
+    assert other.ident is not None, "the collector did not run"
+    other.join()

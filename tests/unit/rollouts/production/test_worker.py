@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -280,6 +280,59 @@ async def test_a_restarted_worker_asks_only_what_the_log_lacks(run: _Run):
     assert shard.head_version == 1
     run.train()
     assert run.log.refresh().counters()["pending"] == 0
+
+
+class Stubborn(Digits):
+    """Of every prompt the second attempt goes on until it is cancelled, and then has a reward all the same."""
+
+    async def run(self, task: Task, chat: Chat) -> Score:
+        if workflow_context().attempt and not GO_ON.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await GO_ON.wait()
+        return await super().run(task, chat)
+
+
+GO_ON = asyncio.Event()
+
+
+@pytest.mark.parametrize("stop_at", ["nothing", "leased", "running", "one finished", "batch"])
+async def test_a_stopped_worker_begins_and_commits_nothing_more_though_it_is_still_asked_to(
+    run: _Run, stop_at: str, monkeypatch: pytest.MonkeyPatch
+):
+    """At `max_staleness = 0` the next start makes the batch that an undisturbed run makes, attempt for attempt."""
+    undisturbed = _attempts(run, [await run.collect()])
+    again = _Run(run.folder / "again", run.tokenizer)
+    monkeypatch.setitem(globals(), "GO_ON", asyncio.Event())
+    if stop_at in ("one finished", "batch"):
+        GO_ON.set()
+    is_reached = {
+        "nothing": lambda worker: True,
+        "leased": lambda worker: again.log.refresh().leased,
+        "running": lambda worker: "3 running" in worker.report(),
+        "one finished": lambda worker: worker.progress() >= 1,
+        "batch": lambda worker: again.committed(),
+    }[stop_at]
+    async with again.worker(produce=False, workflow=f"{__name__}:Stubborn") as worker:
+        asking = [asyncio.create_task(ask()) for ask in (worker.refresh, worker.collect, worker.wait_for_work)]
+        while not is_reached(worker):
+            await asyncio.sleep(0)
+    await asyncio.gather(*asking)
+    await worker.refresh()
+    assert await worker.collect() is None
+    state = again.log.refresh()
+    assert not state.leased and state.positions <= set(range(BATCH)), "it began what comes after the next policy"
+    GO_ON.set()
+    async with again.worker() as worker:
+        while len(again.committed()) < BATCH:
+            await worker.collect()
+    assert _attempts(again, again.log.refresh().shards.values()) == undisturbed
+
+
+def _attempts(run: _Run, shards: Iterable[Shard]) -> list[tuple[Any, ...]]:
+    rows = [row for shard in shards for row in read_shard(run.log, shard).to_pylist()]
+    return sorted(
+        (row["group_id"], row["attempt"], row["reward"], str(row["input_ids"]), row["weight_versions"]) for row in rows
+    )
 
 
 SHORT = {"load_seconds": 0.01, "train_seconds": 0.06, "save_seconds": 0.02}
