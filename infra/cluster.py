@@ -23,12 +23,13 @@ import re
 import secrets
 import signal
 import threading
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
 from infra.liveness import RayLost, Watch
 from infra.placement import Placement, bundle, check_cluster_answers, gpu_share, node_resources, num_slots, reserve
+from infra.ports import ray_on_loopback
 from infra.scratch import scratch_folder, worker_environment
 from infra.worker_process import Host, run_function
 from settings.errors import UserError, disk_full, failure_text_of_output, in_one_line, is_disk_full
@@ -243,7 +244,7 @@ class Cluster:
         # Ray would print the last page of a dead raylet's log.
         ray._private.worker.print_to_stdstream = functools.partial(_keep, self._log_folder / "ray.log")
         try:
-            with _on_loopback() if address == "local" else contextlib.nullcontext():
+            with ray_on_loopback() if address == "local" else contextlib.nullcontext():
                 ray.init(**options)
         except BaseException as error:
             self._scratch.close()
@@ -352,24 +353,6 @@ class Cluster:
             await asyncio.to_thread(ray.shutdown)  # if it never returns, as it may without a GCS, the watch ends it
             await asyncio.to_thread(self._scratch.close)
             self._watch.end()
-
-
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Let Ray's processes that start meanwhile, and theirs, listen on loopback alone: it has no option for that, and
-    takes 127.0.0.1 for the address of the node only where clusters have one node, as on Windows."""
-    from ray._private import ray_constants
-
-    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    chosen, os.environ[name] = os.environ.get(name), "0"
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-        os.environ.pop(name)
-        if chosen is not None:
-            os.environ[name] = chosen
 
 
 def _keep(file: Path, message: dict[str, Any], **_: Any) -> None:

@@ -1,8 +1,11 @@
-"""Reserve TCP ports for servers that will listen soon."""
+"""TCP ports: reserved for servers that will listen soon, and kept on loopback for Ray."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 _KEPT: list[ExitStack] = []
@@ -38,3 +41,21 @@ def somebody_listens(port: int) -> bool:
     """True if a server listens on this port of 127.0.0.1."""
     with socket.socket() as asking:
         return asking.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextlib.contextmanager
+def ray_on_loopback() -> Iterator[None]:
+    """Let Ray's processes that start meanwhile, and theirs, listen on loopback alone: it has no option for that, and
+    takes 127.0.0.1 for the address of the node only where clusters have one node, as on Windows."""
+    from ray._private import ray_constants
+
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    chosen, os.environ[name] = os.environ.get(name), "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        os.environ.pop(name)
+        if chosen is not None:
+            os.environ[name] = chosen
