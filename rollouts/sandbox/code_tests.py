@@ -154,6 +154,8 @@ def _classes(nodes: Sequence[ast.AST]) -> set[str]:
     """
     assigned = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
     made = {ast.unparse(target): _callee(node.value) for node in assigned for target in getattr(node, "targets", [])}
+    parts = [part for node in nodes if isinstance(node, ast.ClassDef) for part in node.body]
+    methods = {part.name for part in parts if isinstance(part, Function)}
     classes = {"Solution"}
 
     def makers(node: ast.AST) -> set[str]:
@@ -163,7 +165,7 @@ def _classes(nodes: Sequence[ast.AST]) -> set[str]:
 
     for node in nodes:
         match node:
-            case ast.Attribute(value=owner, attr=name) if name not in DATA_NAMES:
+            case ast.Attribute(value=owner, attr=name) if name not in DATA_NAMES | methods:
                 classes |= {_callee(owner), made.get(ast.unparse(owner), ""), getattr(owner, "id", "")}
             case ast.Return(value=ast.Call() as call) | ast.Yield(value=ast.Call() as call):
                 classes.add(_callee(call))

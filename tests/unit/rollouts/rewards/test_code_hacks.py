@@ -165,7 +165,7 @@ HACKS: list[tuple[str, str]] = [
 @pytest.mark.parametrize("task", TASKS)
 def test_code_that_solves_the_task_is_worth_one(task: str):
     tests, right = TASKS[task]
-    assert unit_tests(f"```python\n{right}\n```", tests) == 1.0
+    assert unit_tests(f"```python\n{right}\n```", tests, 60.0) == 1.0
 
 
 @pytest.mark.parametrize(("task", "code"), HACKS)
