@@ -376,7 +376,7 @@ async def _result(asked: Awaitable[Any], name: str, watch: Watch) -> Any:
             message = failure_text_of_output(text).partition("\n  at ")[0]
             raised = RaisedInWorker(re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", message))
         if is_disk_full(raised):
-            raised = disk_full(raised, written_places())
+            raised = disk_full(raised, written_places()) or raised
         redact_error(raised)  # as a task's state, Prefect records it
         raised.add_note(f"{name} raised it:\n{text.strip()}")
         raise raised from None

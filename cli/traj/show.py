@@ -96,8 +96,8 @@ def _print(row: Mapping[str, Any], pieces: Sequence[str], coloring: Coloring, co
         footer += f": {escape(row['reject_reason'])}"
     footer += f"  shard {escape(row['shard_id'])}"
     aligned: Any = {"title_align": "left", "subtitle_align": "left", "expand": console.is_terminal}
-    ends = {name: Text.from_markup(text, emoji=False) for name, text in (("title", title), ("subtitle", footer))}
-    console.print(Panel(lines, **ends, **aligned))
+    aligned |= {"title": Text.from_markup(title, emoji=False), "subtitle": Text.from_markup(footer, emoji=False)}
+    console.print(Panel(lines, **aligned))
 
 
 def _add_turns(lines: Table, row: Mapping[str, Any], pieces: Sequence[str], coloring: Coloring) -> None:
