@@ -38,14 +38,18 @@ PIP_INSTALL := .venv/bin/python -m pip install --no-deps --no-input --disable-pi
 .ONESHELL:
 .SHELLFLAGS := -euc
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-all lint chaos audit audit-if-reachable up down lock clean FORCE
+.PHONY: help packages train quick test test-all lint chaos audit audit-if-reachable up down lock clean FORCE
 
 help: ## this list
 	@echo "Millrace: make TARGET [VARIABLE=value ...]"
 	awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
 
-train: $(INSTALLED) ## train a policy: RUNFILE=examples/arithmetic.toml, ARGS="more arguments"
-	if [ -f $(dir $(RUNFILE))requirements.txt ]; then $(PIP_INSTALL) -q -r $(dir $(RUNFILE))requirements.txt; fi
+# What the run file's folder says it needs beside the lock.
+packages: $(INSTALLED)
+	@needs=$(dir $(RUNFILE))requirements.txt
+	if [ -f "$$needs" ]; then $(PIP_INSTALL) -q -r "$$needs"; fi
+
+train: packages ## train a policy: RUNFILE=examples/arithmetic.toml, ARGS="more arguments"
 	.venv/bin/millrace train $(RUNFILE) $(ARGS)
 
 quick: $(TESTS_INSTALLED) ## run the unit tests that need no server, no engine and no processes of their own: minutes
