@@ -1,14 +1,13 @@
-"""Follow one rule of form in one sentence about a thing. SmolLM2-135M-Instruct can be asked, and seldom does it.
+"""One sentence about a thing, by a rule of form. SmolLM2-135M-Instruct hardly reads the rule.
 
-In: nothing, the tasks are made here. Out: 8 kinds of rules × 150 things to train on, and × 25 others held out; reward 1
-if code says that the rule was followed and the thing is named. Rules that code can check are IFEval's idea
-(Zhou et al. 2023, https://arxiv.org/abs/2311.07911).
+In: nothing, the tasks are made here. Out: 8 rules for each of 193 things to train on, and of 25 others held out; reward
+1 if code says that the rule was followed and the thing is named. Each rule has its opposite: habit earns half at most.
+Rules that code can check are IFEval's idea (Zhou et al. 2023, https://arxiv.org/abs/2311.07911).
 """
 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,40 +15,31 @@ from millrace import Chat, Message, Score, Task, Workflow, score
 
 HELD_OUT = 25
 RULES: dict[str, tuple[str, Callable[[str], bool], str]] = {
-    "capitals": ("Write in capital letters only.", str.isupper, "HERE IS THE {}."),
-    "small": ("Write in small letters only, without a capital.", str.islower, "here is the {}."),
-    "short": ("Use fewer than six words.", lambda reply: len(reply.split()) < 6, "Here is the {}."),
+    "the": ("Begin with the word The.", lambda reply: reply.startswith("The "), "The {} is here."),
+    "a": ("Begin with the word A.", lambda reply: reply.startswith(("A ", "An ")), "A {} is here."),
+    "short": ("Use fewer than ten words.", lambda reply: len(reply.split()) < 10, "Here is the {}."),
     "long": (
-        "Use at least eight words and no comma.",
-        lambda reply: len(reply.split()) >= 8 and "," not in reply,
-        "The {} is here and stays until the evening.",
+        "Use more than fifteen words.",
+        lambda reply: len(reply.split()) > 15,
+        "This is the {} that my friend and I found near the old bridge on a rainy Sunday.",
     ),
+    "comma": ("Use a comma.", lambda reply: "," in reply, "Here, at last, is the {}."),
+    "plain": ("Use no comma.", lambda reply: "," not in reply, "Here is the {}."),
     "question": ("Ask a question.", lambda reply: reply.endswith("?"), "Where is the {}?"),
-    "quoted": (
-        "Put the whole sentence between double quotes.",
-        lambda reply: re.fullmatch('"[^"]+"', reply) is not None,
-        '"Here is the {}."',
-    ),
-    "beginning": ("Begin with the word: Surely", lambda reply: reply.startswith("Surely"), "Surely the {} is here."),
-    "ending": (
-        "End with the words: that is all",
-        lambda reply: reply.rstrip(".").lower().endswith("that is all"),
-        "Here is the {} and that is all.",
-    ),
+    "excited": ("End with an exclamation mark.", lambda reply: reply.endswith("!"), "Here is the {}!"),
 }
-"""What is asked, whether a reply does it, and one that does."""
+"""What is asked, whether a reply does it, and a reply that does."""
 THINGS = Path(__file__).with_name("things.txt").read_text().split()
 
 
 class Rules(Workflow):
-    """`Write one sentence about a fox. Ask a question.`"""
+    """`Write one sentence about the fox. Use no comma.`"""
 
     def tasks(self, split: str) -> Sequence[Task]:
-        things = THINGS.copy()
-        random.Random(1).shuffle(things)
-        chosen = {"test": things[:HELD_OUT], "train": things[HELD_OUT : HELD_OUT + 150]}[split]
+        things = random.Random(1).sample(THINGS, len(THINGS))
+        chosen = {"test": things[:HELD_OUT], "train": things[HELD_OUT:]}[split]
         return [
-            Task(id=f"{rule}: {thing}", prompt=f"Write one sentence about: {thing}. {text}", answer=rule)
+            Task(id=f"{rule}: {thing}", prompt=f"Write one sentence about the {thing}. {text}", answer=rule)
             for thing in chosen
             for rule, (text, _, _) in RULES.items()
         ]
@@ -60,7 +50,7 @@ class Rules(Workflow):
 
     def reference_reply(self, task: Task, messages: Sequence[Message]) -> str:
         _, _, reply = RULES[task.answer]
-        return reply.format(_thing(task).upper() if task.answer == "capitals" else _thing(task))
+        return reply.format(_thing(task))
 
 
 def _thing(task: Task) -> str:
