@@ -162,7 +162,7 @@ def _print_ending(
         console.print(f"reward {reward_text(status)}")
     if sentence := parted(status):
         console.print(f"[yellow]{escape(sentence)}[/]")
-    mlflow = f"{status['mlflow_model']} version {status['mlflow_version']}"
+    mlflow = escape(f"{status['mlflow_model']} version {status['mlflow_version']}")
     if status["mlflow_model"] is None:
         mlflow = "does not have this policy, by tracking.register"
     if missing:
@@ -172,7 +172,7 @@ def _print_ending(
         f"shards   {escape(run_folder)}/shards: {counted(status['shards'], 'file')}, "
         f"{counted(status['trajectories'], 'training row')}\n"
         f"model    {escape(str(status['policy']))}\n"
-        f"MLflow   {escape(mlflow)}\n",
+        f"MLflow   {mlflow}\n",
         soft_wrap=True,
     )
     in_store = {"store": status["store"]}

@@ -32,8 +32,9 @@ from storage.tracking.traces import Traces
 logger = logging.getLogger("millrace.registry")
 
 _CURSOR = "millrace.synced_entries"
-MOST_POINTS = 1000
-"""Steps of one run whose metrics MLflow has, at most. Its pages draw at most 2,500 points of a curve."""
+ALL_POINTS = 1000
+"""MLflow has the metrics of the first so many steps, then of every second for as many, then of every third, and so on:
+it keeps 16 kB of each, and its pages draw at most 2,500 points of a curve. The log has them all."""
 _VERSIONS_AT_ONCE = 1000
 _MOST_METRICS = 1000  # MLflow takes no more in one call
 _LONGEST_PARAMETER = 6000  # characters
@@ -128,6 +129,9 @@ class Registry:
         if status == "RUNNING" and run.info.status != status:
             self._client.update_run(self._run_id, status=status)
         elif status != run.info.status:
+            if not _is_charted(self._log.state.step):
+                last = next(entry for entry in reversed(self._log.entries) if isinstance(entry.body, Step))
+                self._log_batch({}, metrics=_metrics(last))
             self._client.set_terminated(self._run_id, status, end_time=int(self._log.state.last_at * 1000))
         # Also those that a session registered which died before it could say so in the log.
         missing = self._log.state.policies.keys() - self._log.state.registrations.keys()
@@ -138,8 +142,6 @@ class Registry:
 
     def _send(self, block: Sequence[LogEntry]) -> None:
         """Send some entries, and the cursor last."""
-        from mlflow.entities import Metric
-
         with self._sparing("the shards that steps were trained on"):
             self._log_shards([entry.body for entry in block if isinstance(entry.body, Step)])
         for entry in block:
@@ -165,21 +167,8 @@ class Registry:
                     self._traces.send(
                         entry, experiment_id=self._experiment_id, run_id=self._run_id, find_model=self._versions.get
                     )
-        metrics = []
-        for entry in block:
-            number, values = charted(entry)
-            if isinstance(entry.body, Step) and not self._is_charted(number):
-                continue
-            at = int(entry.written_at * 1000)
-            metrics += [Metric(accepted_name(key), value, at, number) for key, value in values.items()]
+        metrics = [metric for entry in block if _has_point(entry) for metric in _metrics(entry)]
         self._log_batch({_CURSOR: str(block[-1].number + 1)}, metrics=metrics)
-
-    def _is_charted(self, step: int) -> bool:
-        """True if the step's metrics go to MLflow: of a long run every so many, and the last, for MLflow keeps 16 kB of
-        each step. The log has them all."""
-        sessions = self._log.state.sessions
-        steps = sessions[-1].steps if sessions else 0
-        return step == steps or step % math.ceil(max(1, steps) / MOST_POINTS) == 0
 
     def _log_batch(self, tags: dict[str, str], **more: Any) -> None:
         """Tags of the MLflow run, and parameters or metrics, in one call; if it is refused, one by one."""
@@ -360,6 +349,22 @@ def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
         num_metrics += more
     if block:
         yield block
+
+
+def _is_charted(step: int) -> bool:
+    return step == 0 or step % math.ceil(step / ALL_POINTS) == 0
+
+
+def _has_point(entry: LogEntry) -> bool:
+    """False for those steps of a long run whose metrics MLflow does not get."""
+    return not isinstance(entry.body, Step) or _is_charted(charted(entry)[0])
+
+
+def _metrics(entry: LogEntry) -> list[Any]:
+    from mlflow.entities import Metric
+
+    number, values = charted(entry)
+    return [Metric(accepted_name(key), value, int(entry.written_at * 1000), number) for key, value in values.items()]
 
 
 def dataset_digest(step: Step) -> str:

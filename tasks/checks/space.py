@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from settings.run_file import RunConfig
 from storage.policies.policies import LARGEST_DELTA
-from storage.tracking.registry import MOST_POINTS
+from storage.tracking.registry import ALL_POINTS
 from tasks.checks.learning_rate import num_parameters
 from tasks.checks.preflight import about_model
 
@@ -65,5 +65,6 @@ def expected_space(config: RunConfig, *, removes: bool) -> Space | None:
             states=min(num_states, 4 + kept.every // train.checkpoint_every),
             shards=min(steps, 2 * kept.replay_steps + train.checkpoint_every + kept.every),
         )
-    databases = steps * _TASK_RUN_BYTES + min(steps, MOST_POINTS) * _POINT_BYTES
+    points = steps if steps <= ALL_POINTS else int(ALL_POINTS * (1 + math.log(steps / ALL_POINTS)))
+    databases = steps * _TASK_RUN_BYTES + points * _POINT_BYTES
     return Space(store=store, everything=everything, databases=databases)

@@ -60,7 +60,7 @@ class Fault(enum.Enum):
     STOP_PREFECT = ("Prefect's server is stopped, and goes on after a while", None, "", 240)
     STOP_TRAINER = ("the trainer is stopped", None, "so it is killed", 240)
     READ_ONLY_STORE = ("the store may not be written", 2, "AccessDenied", 120)
-    FULL_STORE = ("the store has no room", 2, "is full", 120)
+    FULL_STORE = ("the store has no room", 28, "is full", 120)
     KILL_NODE = ("kill -9 of the raylet", 2, "Ray's raylet has died", 60)
     STOP_NODE = ("the raylet is stopped", 2, "Ray's raylet has died", 60)
     KILL_GCS = ("kill -9 of Ray's GCS", 2, "Ray's GCS, which knows all workers, has died", 60)

@@ -79,7 +79,7 @@ def test_chosen_text_neither_steers_a_terminal_nor_is_markup(
     assert printable(plain) == plain
     assert "\x1b[1;34;47m" not in shown and "💀" not in shown
     if not is_terminal:
-        assert plain.count("MARK") == plain.count("[bold blue on white]MARK[/]")
+        assert plain.count("MARK") == plain.count("[bold blue on white]MARK[")
         assert "MARK" in plain or "nowhere" in line or "json" in line or "--policy" in line
 
 

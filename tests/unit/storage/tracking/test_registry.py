@@ -280,12 +280,12 @@ def test_experiment_run_model_and_data_say_what_they_are_and_a_users_words_stay(
 def test_of_a_long_run_mlflow_has_the_metrics_of_every_so_many_steps_and_of_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "MOST_POINTS", 3)
+    monkeypatch.setattr(registry, "ALL_POINTS", 3)
     log = a_log(local_store(tmp_path))
     log.append(Session(id="long", code_version="c0de", steps=8))
     for _ in range(8):
         log.append(a_step(log.state, trained=[]))
-    assert [step for step, *_ in _Mirror(log, tmp_path).history("train/loss")] == [3, 6, 8]
+    assert [step for step, *_ in _Mirror(log, tmp_path).history("train/loss")] == [1, 2, 3, 4, 6, 8]
 
 
 def test_a_database_whose_first_migration_was_killed_is_an_outage_with_the_fix(tmp_path: Path) -> None:
