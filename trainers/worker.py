@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from infra.weight_broadcast import Broadcast, send
+from settings.errors import failure_text
 from settings.run_file import RunConfig
 from storage.log.entries import Claim, Policy, Step
 from storage.log.run_state import Conflict
@@ -46,6 +47,7 @@ class TrainerWorker:
         """How many recorded steps were trained again to restore the optimizer."""
         self._unsaved: tuple[Claim, dict[str, float]] | None = None
         self._policy_path: str | None = self._live().path  # of the weights' policy; None while the log knows none
+        self._broken_off = ""  # what ended the update that left them so
         self._held = contextlib.ExitStack()
         self._outbox = self._held.enter_context(staging_folder(trainer.cache)) if sends and rank() == 0 else None
         self._sendable = -1  # version of the weights in there
@@ -146,9 +148,11 @@ class TrainerWorker:
         if self._unsaved is not None and self._unsaved[0] == claim:
             return "save"
         if self._policy_path != self._live().path:
+            if self._broken_off:
+                raise Conflict(f"step {claim.step}: an update broke off, so start this run again: {self._broken_off}")
             raise Conflict(
-                f"step {claim.step}: the trainer's weights are not policy version {claim.base_version}; an update "
-                "broke off, or another trainer is working on this run. Stop the other one and start this run again"
+                f"step {claim.step}: the trainer's weights are not policy version {claim.base_version}; another "
+                "trainer is working on this run. Stop the other one and start this run again"
             )
         return "train"
 
@@ -164,6 +168,9 @@ class TrainerWorker:
             metrics = self._trainer.train(claim, samples, judge=True)
         except RefusedShards:
             self._policy_path = before  # no weight has changed
+            raise
+        except Exception as error:
+            self._broken_off = failure_text(error)
             raise
         cost = {} if samples is None else {"engine_gap_seconds": self._trainer.trainer.gap_seconds}
         return {**metrics, **cost}, load_seconds

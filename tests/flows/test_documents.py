@@ -293,6 +293,6 @@ def test_what_the_documents_do_with_workers_works_on_a_finished_run(copy: Path, 
 
 
 def _run(words: list[str]) -> str:
-    done = CliRunner().invoke(app, words)
+    done = CliRunner().invoke(app, words, input="y\n")  # `gc` and `rm` ask
     assert done.exit_code == 0, f"millrace {' '.join(words)}: {done.output}\n{done.exception!r}"
     return done.output

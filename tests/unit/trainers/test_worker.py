@@ -334,7 +334,7 @@ def test_after_an_update_that_broke_off_nothing_is_trained_until_a_restart(
     monkeypatch.setattr(optimizer, "step", breaks_at_the_second)
     with pytest.raises(RuntimeError, match="out of memory"):
         run.train(worker)
-    with pytest.raises(Conflict, match="broke off"):
+    with pytest.raises(Conflict, match="broke off, so start this run again: RuntimeError: out of memory"):
         run.train(worker)
     assert run.log.refresh().steps == []
 
