@@ -233,7 +233,8 @@ def _check_names(nodes: Sequence[ast.AST]) -> None:
 def _check_choices(nodes: Sequence[ast.AST]) -> None:
     """Refuse tests that can count or not, as the code likes."""
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) and _module(node) != "solution"]
-    libraries = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
+    aliases = [alias for node in imports for alias in node.names if alias.name.partition(".")[0] != "solution"]
+    libraries = {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
     for node in nodes:
         match node:
             case ast.Attribute(attr=name) if ast.unparse(node.value) == "pytest" or name in _LATE_SKIPS:

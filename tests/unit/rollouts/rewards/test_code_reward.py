@@ -11,7 +11,7 @@ import pytest
 
 from rollouts.rewards import code_reward
 from rollouts.rewards.code_reward import unit_tests
-from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout
+from rollouts.rewards.scoring import RewardFailed, RewardPool
 from rollouts.sandbox.sandbox import SandboxUnavailable, sandbox_report
 from rollouts.workflow import Score
 
@@ -179,8 +179,7 @@ async def test_in_a_reward_process_it_is_a_reward_like_any_other_and_its_sandbox
         while not scoring.done():
             seen |= set(await asyncio.to_thread(psutil.Process().children, recursive=True))
             await asyncio.sleep(0.05)
-        with pytest.raises(RewardTimeout):
-            await scoring
+        assert (await scoring).reward == 0.0, "the reply chose it, and the reward has worked before"
     seen -= others
     assert len(seen) >= 3  # the reward's process, the code's and the tests'
     _, alive = psutil.wait_procs(seen, timeout=10)
