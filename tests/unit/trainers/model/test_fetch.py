@@ -122,7 +122,7 @@ def test_a_gguf_file_that_cannot_be_a_base_model_is_refused_and_leaves_nothing(h
     (home / "half.gguf").write_bytes(_write(home / "whole.gguf", _tiny()).read_bytes()[:20_000])
     with pytest.raises(InvalidInput, match=r"half.gguf': transformers cannot read this GGUF file: \w+: "):
         check_model(str(home / "half.gguf"))
-    assert not list((home / "home" / "cache" / "gguf").iterdir())
+    assert not (home / "home" / "cache" / "gguf").exists() and not list(home.glob("home/cache/staging/*"))
     with pytest.raises(InvalidInput, match="no such folder or GGUF file, and not a Hugging Face id"):
         check_model(str(home / "nowhere.gguf"))
     (home / "text.txt").write_text("model")
