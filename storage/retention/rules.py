@@ -136,6 +136,10 @@ def with_anchors(kept: dict[int, str], anchors: Mapping[int, int]) -> dict[int, 
     return dict(sorted({**reasons, **kept}.items()))
 
 
+NEWEST_STATES = 3
+"""Saved states that stay beside a training, however many steps there may be replayed."""
+
+
 def reach(
     state: RunState, facts: Facts, kept: Iterable[int], *, replay_steps: int | None = None
 ) -> tuple[set[str], set[str]]:
@@ -143,7 +147,7 @@ def reach(
     must be up to `state`.
 
     To replay N steps needs a state before them, and later ones to take its place: one per N steps, so that N to 2 N
-    steps can be replayed.
+    steps can be replayed; and the newest few, so that the last steps are soon trained again.
     """
     kept = set(kept)
     targets = kept - {0} | {state.step + 1}
@@ -154,13 +158,14 @@ def reach(
         targets.update(stone + 1 for stone in stones)
     shards = {state.shard_of[group_id] for group_id in state.pending}
     shards |= {shard_id for shard_id, version in facts.scored_shards.items() if version in kept}
-    states = set()
+    states: set[str] = set()
     saved = {
         number: path
         for number, (path, _) in enumerate(facts.steps, start=1)
         if path is not None and path not in state.retired_states
     }
     numbers = list(saved)
+    states.update(saved[number] for number in numbers[-NEWEST_STATES:] if replay_steps)
     # Training a step again starts from the newest state before it; a resume trains the next step.
     first = state.step
     for target in targets:

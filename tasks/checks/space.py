@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from settings.run_file import RunConfig
 from storage.policies.policies import LARGEST_DELTA
+from storage.retention.rules import NEWEST_STATES
 from storage.tracking.registry import ALL_POINTS
 from tasks.checks.learning_rate import num_parameters
 from tasks.checks.preflight import about_model
@@ -62,7 +63,7 @@ def expected_space(config: RunConfig, *, removes: bool) -> Space | None:
         store = size(
             policies=policies,
             anchors=min(policies, num_anchors, newest + evaluated),
-            states=min(num_states, 4 + kept.every // train.checkpoint_every),
+            states=min(num_states, 4 + NEWEST_STATES + kept.every // train.checkpoint_every),
             shards=min(steps, 2 * kept.replay_steps + train.checkpoint_every + kept.every),
         )
     points = steps if steps <= ALL_POINTS else int(ALL_POINTS * (1 + math.log(steps / ALL_POINTS)))

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from storage.log.entries import Join, Release
@@ -97,9 +98,10 @@ def test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once(c
     crowd.produce("b")
     crowd.until(lambda: crowd.holders().keys() == {"a", "b"})
     dead, hung = crowd.holders()["a"], crowd.holders()["b"]
-    half = crowd.homes["b"].process_of("scripted", hung)
+    halves = [psutil.Process(crowd.running["b"].pid), crowd.homes["b"].process_of("scripted", hung)]
     crowd.kill("a")
-    half.send_signal(signal.SIGSTOP)
+    for half in halves:  # the driver first: it would end a worker that alone has been stopped
+        half.suspend()
     crowd.let_go("c", attempts=BATCH * SAMPLES)  # with more, c might take all prompts of the next step too
     crowd.produce("c")
     # Nobody is left who could take a step's worth of prompts, until c is here and theirs are free again.
@@ -115,7 +117,8 @@ def test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once(c
     lost = [p for p, holder in leased.items() if now.leased.get(p) != holder and p not in now.positions]
     assert not lost, "a producer's work does not end with the driver's"
     crowd.let_go("b")
-    half.send_signal(signal.SIGCONT)
+    for half in reversed(halves):
+        half.resume()
     crowd.until(lambda: hung in {shard.producer for shard in crowd.log().state.shards.values()})
     crowd.let_go("c")
     for name in ("driver", "b", "c"):

@@ -199,9 +199,10 @@ async def test_what_an_engine_holds_is_answered_by_the_next_policy_or_if_none_co
     await bench.engine.hold()
     began = time.perf_counter()
     request = await bench.request("a", steps=2)
+    is_held = time.perf_counter()
     assert not bench.vllm.parts[-1].tokens
     bench.vllm.calls.clear()
-    held_for = time.perf_counter() - began
+    held_for = time.perf_counter() - is_held
     match then:
         case "load":
             await bench.load(2)
