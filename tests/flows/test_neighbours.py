@@ -70,6 +70,7 @@ def _kind(process: psutil.Process, *, is_driver: bool) -> str:
         "ray::Host": "worker",
         "ray::": "Ray's agents and idle workers",
         "ray/dashboard": "Ray's agents and idle workers",
+        "ray/autoscaler": "Ray's agents and idle workers",
     }
     marks |= {"prefect": "Prefect's server", "mlflow": "MLflow's server"}
     return next((kind for mark, kind in marks.items() if mark in line), "driver" if is_driver else line)
