@@ -167,6 +167,7 @@ _POSTGRES = "test_a_deployed_training_leaves_its_state_in_postgres_and_its_shard
 _IDLE = "needs minutes of an idle machine"
 COVERED_BY = {
     "make lint": ".ci/run",
+    "millrace sync *": "test_sync_brings_mlflow_up_to_the_log_or_says_what_it_lacks",
     "make audit-if-reachable": ".ci/run",
     "make quick ARGS=*": f"needs nothing but what `make quick` needs: {_QUICK}",
     "make test ARGS=*": f"needs nothing but what `make test` needs: {_QUICK}",
