@@ -29,7 +29,7 @@ logger = logging.getLogger("millrace.log")
 _MOST_AT_ONCE = 256
 _LOOK_AHEAD = 16
 """Entries that are read at once when a log is opened: one that is missing before another is a gap."""
-_MOST_UNPACKED = 1000
+_MOST_UNPACKED = 200
 """Entries that a process holds as records before it opens the log again. Their segments need a tenth of the memory, and
 a process may run for weeks."""
 
