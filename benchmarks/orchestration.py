@@ -134,7 +134,9 @@ def _watched(
     training: subprocess.Popen[bytes], log: RunLog, home: Path, *, every: int
 ) -> tuple[list[Sample], dict[int, dict[str, int]]]:
     """Looks at all processes, and at the disk, until the run is over; the first one when rounds are counted."""
-    due, samples, disk = SKIPPED, [], {}
+    due = SKIPPED
+    samples: list[Sample] = []
+    disk: dict[int, dict[str, int]] = {}
     while training.poll() is None:
         time.sleep(0.5)
         reached = log.refresh().step

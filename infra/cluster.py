@@ -343,7 +343,7 @@ async def _result(asked: Awaitable[Any], name: str) -> Any:
             message = failure_text_of_output(text).partition("\n  at ")[0]
             raised = RaisedInWorker(re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", message))
         if is_disk_full(raised):
-            raised = disk_full(raised, written_places())
+            raised = disk_full(raised, written_places()) or raised
         raised.add_note(f"{name} raised it:\n{text.strip()}")
         raise raised from None
 
