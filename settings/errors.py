@@ -144,10 +144,11 @@ def check_room(places: Mapping[str, Path]) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the disk that a folder is on, or will be."""
+    """Of the disk that a folder is on, or will be; a file system that counts no bytes, such as /sys, is never full."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    usage = shutil.disk_usage(folder)
+    return usage.free if usage.total else sys.maxsize
 
 
 def _no_room(what: str, free: int) -> DiskFull:
