@@ -12,6 +12,8 @@ QUICK ?= tests/unit tests/test_architecture.py
 # How many faults `make chaos` draws, and from which seed.
 FAULTS ?= 100
 SEED ?= 0
+# How many rounds `make soak` trains.
+ROUNDS ?= 2500
 # A Python 3.11-3.14. Empty: the first one found.
 PYTHON ?=
 PYTHONS := python3.11 python3 python3.12 python3.13 python3.14
@@ -38,7 +40,7 @@ PIP_INSTALL := .venv/bin/python -m pip install --no-deps --no-input --disable-pi
 .ONESHELL:
 .SHELLFLAGS := -euc
 .DEFAULT_GOAL := help
-.PHONY: help packages train quick test test-all lint chaos audit audit-if-reachable up down lock clean FORCE
+.PHONY: help packages train quick test test-all lint chaos soak audit audit-if-reachable up down lock clean FORCE
 
 help: ## this list
 	@echo "Millrace: make TARGET [VARIABLE=value ...]"
@@ -67,6 +69,9 @@ lint: $(TESTS_INSTALLED) ## ruff and mypy
 
 chaos: $(TESTS_INSTALLED) ## faults by the hundred at one run: FAULTS=200 SEED=1
 	MILLRACE_CHAOS_FAULTS=$(FAULTS) MILLRACE_CHAOS_SEED=$(SEED) .venv/bin/python -m pytest tests/chaos -m '' $(ARGS)
+
+soak: $(INSTALLED) ## what a long run grows by, memory and disk, into docs/soak.json: ROUNDS=2500
+	.venv/bin/python -m benchmarks.orchestration --rounds $(ROUNDS) --json docs/soak.json
 
 $(AUDIT): | $(INSTALLED)
 	.venv/bin/python -m venv .venv/audit

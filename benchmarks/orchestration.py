@@ -14,6 +14,8 @@ same for any model but for the files of larger ones. `max_staleness` is 0, so no
 | overhead | median of the rounds after the first ten ≤ 300 ms, and ≤ 1 % of a round of 30 s |
 | task runs | ≤ 10 per round, those at start and end included |
 | memory | no process grows by more than 10 % in 1,000 rounds, by the line through looks every 100 rounds from 200 on |
+| bytes | the driver by at most 10 MB in 1,000 rounds, worker and trainer by 5 MB, by the same line |
+| store | what retention removes from does not grow: policies, states and shards by at most 5 MB in 1,000 rounds |
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ EVERY = 100
 SETTLED = 200
 """Rounds until caches are full and allocators have what they keep; memory before is shown, and not judged."""
 MOST_SECONDS, MOST_TASK_RUNS, MOST_SHARE, MOST_GROWTH = 0.3, 10.0, 0.01, 0.1
+MOST_BYTES = {"driver": 10e6, "rollout-0": 5e6, "trainer-0": 5e6}
+REMOVED_FROM, MOST_STORE_BYTES = ("policies", "state", "shards"), 5e6
 MOST_COLUMNS = 6
 """Looks that a table has room for; the JSON has all."""
 USUAL_ROUND = 30.0
@@ -174,7 +178,7 @@ def _name_of(process: psutil.Process) -> str:
         return "Prefect server"
     if "reward_process" in command:
         return "reward process"
-    if command.startswith("ray::_Host"):
+    if command.startswith("ray::Host"):
         return Path(os.readlink(f"/proc/{process.pid}/fd/1")).stem  # each writes into a log of its name
     return ""
 
@@ -206,6 +210,8 @@ def report(
     overhead = statistics.median(overheads)
     processes = {name: _line(samples, name) for name in dict.fromkeys(sample.process for sample in samples)}
     growth = {name: line["growth_per_1000_rounds"] for name, line in processes.items()}
+    looks = disk or {}
+    places = {place: _grown(looks, place) for place in sorted({place for look in looks.values() for place in look})}
     return {
         "rounds": len(steps),
         "median_seconds": {part: statistics.median(one[part] for one in rounds) for part in rounds[0]},
@@ -213,15 +219,17 @@ def report(
         "share_of_usual_round": overhead / USUAL_ROUND,
         "task_runs_per_round": task_runs / len(steps),
         "processes": processes,
-        "disk": {
-            place: _grown(disk or {}, place) for place in sorted({p for look in (disk or {}).values() for p in look})
-        },
+        "disk": places,
         "met": {
             "overhead": overhead <= MOST_SECONDS,
             "share": overhead / USUAL_ROUND <= MOST_SHARE,
             "task_runs": task_runs / len(steps) <= MOST_TASK_RUNS,
             # Two looks make no line: nothing is known yet.
             "memory": None if None in growth.values() else all(g <= MOST_GROWTH for g in growth.values() if g),
+            "bytes": _within({name: processes.get(name) for name in MOST_BYTES}, MOST_BYTES),
+            "store": _within(
+                {name: places.get(name) for name in REMOVED_FROM}, dict.fromkeys(REMOVED_FROM, MOST_STORE_BYTES)
+            ),
         },
     }
 
@@ -259,6 +267,14 @@ def _slope(sizes: Mapping[int, int]) -> float | None:
     return 1000 * statistics.linear_regression(list(settled), list(settled.values())).slope
 
 
+def _within(lines: Mapping[str, Any], most: Mapping[str, float]) -> bool | None:
+    """Whether each grows by at most so many bytes in 1,000 rounds; None as long as one has no line."""
+    slopes = {name: line["slope_bytes_per_1000_rounds"] for name, line in lines.items() if line is not None}
+    if not slopes or None in slopes.values():
+        return None
+    return all(slope <= most[name] for name, slope in slopes.items())
+
+
 def show(numbers: dict[str, Any], console: Console) -> None:
     """The bars first, then where it goes."""
     bars = {
@@ -266,6 +282,9 @@ def show(numbers: dict[str, Any], console: Console) -> None:
         "share": f"{numbers['share_of_usual_round']:.2%} of a round of {USUAL_ROUND:.0f} s (≤ {MOST_SHARE:.0%})",
         "task_runs": f"{numbers['task_runs_per_round']:.1f} task runs per round (≤ {MOST_TASK_RUNS:.0f})",
         "memory": f"no process grows by more than {MOST_GROWTH:.0%} in 1,000 rounds",
+        "bytes": "MB that a process grows by in 1,000 rounds: "
+        + ", ".join(f"{name} ≤ {most / 1e6:.0f}" for name, most in MOST_BYTES.items()),
+        "store": f"what retention removes from grows by ≤ {MOST_STORE_BYTES / 1e6:.0f} MB in 1,000 rounds",
     }
     words = {True: "met", False: "MISSED", None: "needs more rounds"}
     for bar, text in bars.items():
@@ -286,6 +305,15 @@ def show(numbers: dict[str, Any], console: Console) -> None:
         slope = line["slope_bytes_per_1000_rounds"]
         slope = "-" if slope is None else f"{slope / 2**20:+.0f}"
         table.add_row(name, *memory, slope, f"{1e3 * line['cpu_seconds_per_round']:.0f}")
+    console.print(table)
+    table = Table(
+        "place", "MB at the end", "MB / 1,000 rounds", title="disk, by folder of the run and of its state folder"
+    )
+    for place, line in numbers["disk"].items():
+        slope = line["slope_bytes_per_1000_rounds"]
+        table.add_row(
+            place, f"{[*line['bytes'].values()][-1] / 1e6:.1f}", "-" if slope is None else f"{slope / 1e6:+.1f}"
+        )
     console.print(table)
 
 

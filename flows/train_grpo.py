@@ -110,7 +110,6 @@ async def start(session: RunSession, config: RunConfig) -> None:
     # The libraries stay until the end: the collector need not walk them again and again, while a round waits.
     gc.collect()
     gc.freeze()
-    gc.collect()  # the collector waits for a quarter as many new objects as it found at the last full round
     session.fleet.mark_served(checksums)
     await session.fleet.take_part(workers)
     session.fleet.evaluator = session.fleet.hosted.get("evaluator-0")

@@ -65,7 +65,6 @@ class Host:
             # nor run because of the objects of many concurrent attempts.
             gc.collect()
             gc.freeze()
-            gc.collect()  # it waits for a quarter as many new objects as it found at the last full round
             gc.set_threshold(_COLLECT_AFTER)
             return self._target.opened
         result = getattr(self._target, method)(*arguments, **keywords)

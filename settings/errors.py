@@ -144,7 +144,7 @@ def check_room(places: Mapping[str, Path]) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the disk that a folder is on, or will be; no limit for what is no disk, such as /sys."""
+    """Of the disk that a folder is on, or will be; a file system that counts no bytes, such as /sys, is never full."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     usage = shutil.disk_usage(folder)

@@ -102,7 +102,7 @@ class Housekeeping:
         takes += f", without retention {size(space.everything)}" if self._every else ""
         takes += f", and {size(space.databases)} in databases"
         if free < space.store:
-            logger.warning("%s; %s: only %s are free", kept, takes, size(free))
+            logger.warning("%s; %s: more than the %s that are free", kept, takes, size(free))
         else:
             logger.info("%s; %s", kept, takes)
 

@@ -175,6 +175,7 @@ COVERED_BY = {
     "make train TORCH_CPU_INDEX=*": "needs an index of PyTorch's",
     "make train PIP_FIND_LINKS=*": "needs a folder of wheels",
     "make audit": ".ci/run, if the package index can be reached",
+    "make soak": "test_growth_of_the_disk_and_of_a_process_is_judged_in_bytes",
     "make chaos": "test_every_fault_has_its_outcome_and_none_changes_the_weights",
     "make lock*": "needs uv, two package indexes and many minutes, and changes the lock",
     "make down && MILLRACE_NOTIFY=*": "needs somebody to tell; a webhook of the test's own: "

@@ -31,7 +31,7 @@ _LOOK_AHEAD = 16
 """Entries that are read at once when a log is opened: one that is missing before another is a gap."""
 _MOST_UNPACKED = 1000
 """Entries that a process holds as records before it opens the log again. Their segments need a tenth of the memory, and
-a process may run for weeks."""
+a process may run for weeks. A log that is opened sooner holds a fifth."""
 
 
 class RunLog:
@@ -75,7 +75,9 @@ class RunLog:
             self._open_segments()
             self._is_open, ahead = True, _LOOK_AHEAD
             self._num_at_opening = self.state.entries
-        elif self.state.entries - self._num_at_opening >= _MOST_UNPACKED:
+        elif self.state.entries - self._num_at_opening >= min(
+            _MOST_UNPACKED, max(_MOST_UNPACKED // 5, self._num_archived // 20)  # opening takes as long as the log is
+        ):
             self._open_anew()
         while True:
             first = self.state.entries

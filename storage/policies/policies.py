@@ -162,6 +162,7 @@ class PolicyReader:
         Raises `DamagedDelta` if the policy is a delta and it or its anchor differs from the log, else
         `FileNotFoundError` and `storage.objects.digests.DigestMismatch`.
         """
+        self._forget_retired_copies()
         try:
             return self._fetch(policy)
         except DigestMismatch:
@@ -186,6 +187,17 @@ class PolicyReader:
                 "files back from a copy. A run that is started again also makes its newest policy anew, from the "
                 "recorded shards"
             ) from error
+
+    def _forget_retired_copies(self) -> None:
+        """Remove the copies of policies whose files retention has removed from a remote store."""
+        copies = self._cache / sha256_of(self._log.store.uri.encode())[:16] / self._log.key("policies")
+        if isinstance(self._log.store, LocalStore) or not copies.is_dir():
+            return
+        for folder in copies.iterdir():
+            version = folder.name.partition("-")[0]
+            if version.isdecimal() and int(version) in self._log.state.retired_policies:
+                with contextlib.suppress(OSError):  # another process was faster
+                    _remove(folder)
 
     def _forget_damaged_copies(self, policy: Policy) -> bool:
         """Remove damaged copies of the files of the policy and its anchor; True if there were any."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from benchmarks.orchestration import SKIPPED, Sample, report
+from benchmarks.orchestration import SKIPPED, Sample, disk_usage, report
 from storage.log.entries import LogEntry
 from tests.builders import a_log, a_step
 
@@ -38,9 +39,10 @@ def test_overhead_is_what_is_neither_generation_nor_reward_nor_training():
     assert numbers["median_seconds"]["save"] == 0.05 and numbers["median_seconds"]["publish"] == 0.0
     assert numbers["share_of_usual_round"] == pytest.approx(0.25 / 30)
     assert numbers["task_runs_per_round"] == 4
-    assert numbers["met"] == {"overhead": True, "share": True, "task_runs": True, "memory": True}
+    bars = {"overhead": True, "share": True, "task_runs": True, "memory": True, "bytes": True, "store": None}
+    assert numbers["met"] == bars
     slow = report(_entries(rounds=30, first=1.0, then=0.95), _samples("driver", rss=[1000] * 3), task_runs=330)
-    assert slow["met"] == {"overhead": False, "share": False, "task_runs": False, "memory": True}
+    assert slow["met"] == bars | {"overhead": False, "share": False, "task_runs": False}
 
 
 def test_memory_is_a_line_through_each_process_from_when_it_has_started():
@@ -62,3 +64,21 @@ def test_memory_is_a_line_through_each_process_from_when_it_has_started():
     assert list(numbers["processes"]["driver"]["rss_bytes"]) == [10, 200, 300, 400]
     two_looks = report(entries, _samples("driver", rss=[1000, 9000]), task_runs=90)
     assert two_looks["met"]["memory"] is None
+
+
+def test_growth_of_the_disk_and_of_a_process_is_judged_in_bytes():
+    entries, size = _entries(rounds=30, first=1.0, then=0.7), 10**8
+    for grown, met in ((400_000, True), (2_000_000, False)):  # in 100 rounds
+        disk = {100 * n: {"policies": size + n * grown, "log": size * n} for n in range(2, 6)}
+        samples = _samples("trainer-0", rss=[size + n * grown for n in range(4)])
+        numbers = report(entries, samples, task_runs=90, disk=disk)
+        assert numbers["disk"]["policies"]["slope_bytes_per_1000_rounds"] == pytest.approx(10 * grown)
+        assert (numbers["met"]["store"], numbers["met"]["bytes"]) == (met, met)
+        assert list(numbers["disk"]["log"]["bytes"]) == [200, 300, 400, 500]
+
+
+def test_what_a_run_has_written_is_counted_by_place(tmp_path: Path):
+    for name in ("store/runs/r/policies/1-a/model", "store/runs/r/log/0.json", "prefect/prefect.db", "mlflow.db"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * 5000)
+    assert disk_usage(tmp_path) == dict.fromkeys(("policies", "log", "prefect", "mlflow.db"), 8192)

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from storage.log.entries import Policy
+from storage.log.entries import Policy, Retire
 from storage.log.run_log import RunLog
-from storage.objects.digests import DIGEST_FILE, DigestMismatch, seal_folder, verify_folder
+from storage.objects.digests import DIGEST_FILE, DigestMismatch, seal_folder, sha256_of, verify_folder
+from storage.objects.object_store import LocalStore
 from storage.objects.opening import open_store
 from storage.policies import policies
 from storage.policies.policies import DELTA_FILE, WEIGHTS_FILE, DamagedDelta, PolicyReader, PolicyWriter
@@ -181,6 +182,26 @@ def test_an_anchor_that_is_lost_makes_the_next_policy_whole(
     assert "written whole, because its anchor cannot be read" in caplog.text
     made = PolicyReader(on_disk.log, tmp_path / "cache").fetch(delta)
     assert _files(made) == on_disk.files(delta)
+
+
+class _Remote(LocalStore):
+    """A folder that is read as a bucket is: by copies in a cache."""
+
+    def fetch_folder(self, prefix: str, cache: Path) -> Path:
+        copy = cache / sha256_of(self.uri.encode())[:16] / prefix
+        return Path(shutil.copytree(super().fetch_folder(prefix, cache), copy, dirs_exist_ok=True))
+
+
+def test_copies_of_what_retention_removed_leave_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = _Trainer(a_log(_Remote(tmp_path / "store")), tmp_path)
+    monkeypatch.setattr(policies, "LocalStore", type(None))
+    made = [trainer.step() for _ in range(5)]
+    reader = PolicyReader(trainer.log, tmp_path / "cache")
+    for policy in made:
+        reader.fetch(policy)
+    trainer.log.append(Retire(shard_ids=[], policy_versions=[1, 2, 3, 4], state_paths=[], reason="keep_last 1"))
+    assert _files(reader.fetch(made[-1])) == trainer.files(made[-1])
+    assert sorted(path.name for path in (tmp_path / "cache").glob("*/runs/run/policies/*")) == ["5-a"]
 
 
 @pytest.mark.server
