@@ -167,6 +167,8 @@ _POSTGRES = "test_a_deployed_training_leaves_its_state_in_postgres_and_its_shard
 _IDLE = "needs minutes of an idle machine"
 COVERED_BY = {
     "make lint": ".ci/run",
+    "make train RUNFILE=examples/smollm2/smollm2.toml": "needs the package with the model, and half an hour: "
+    "test_the_reference_reply_wins_every_task",
     "millrace sync *": "test_sync_brings_mlflow_up_to_the_log_or_says_what_it_lacks",
     "make audit-if-reachable": ".ci/run",
     "make quick ARGS=*": f"needs nothing but what `make quick` needs: {_QUICK}",
