@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import shutil
 from typing import Any
 
 from prefect import task
 
 from infra.environment import prepare_environment
-from settings.errors import ranges, size
+from settings.errors import free_bytes, ranges, size
 from settings.places.state_folder import store_uri
 from settings.run_file import RunConfig
 from storage.log.run_log import RunLog
@@ -97,7 +96,7 @@ class Housekeeping:
         if space is None:
             logger.info("%s", kept)
             return
-        free = shutil.disk_usage(store.root).free if isinstance(store, LocalStore) else math.inf
+        free = free_bytes(store.root) if isinstance(store, LocalStore) else math.inf
         takes = f"the run takes about {size(space.store)} of its store"
         takes += f", without retention {size(space.everything)}" if self._every else ""
         takes += f", and {size(space.databases)} in databases"

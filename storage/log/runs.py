@@ -22,7 +22,7 @@ from settings.errors import InvalidInput, NotFound, UserError
 from settings.places.hints import command
 from settings.places.run_paths import absolute_paths, local_paths, moved_paths, recorded_paths
 from settings.places.state_folder import home
-from settings.redaction import without_secrets
+from settings.redaction import read_json, without_secrets
 from storage.log.entries import Evaluation, Outcome, Policy
 from storage.log.run_log import RunLog
 from storage.log.run_state import LogDamaged
@@ -242,13 +242,13 @@ def _run_document(log: RunLog) -> dict[str, Any]:
 def _parsed(document: bytes, *, source: str) -> dict[str, Any]:
     """A `run.json`. Raises `LogDamaged` for one that no version has written."""
     try:
-        values: dict[str, Any] = json.loads(document)
+        values: dict[str, Any] = read_json(document)
         config = values["config"]
         tables = [config.get(name, {}) for name in _TABLES] if isinstance(config, dict) else [config]
         if all(isinstance(table, dict) for table in tables) and isinstance(values.get("folder", ""), str):
             return values
         problem = "its values have the wrong types"
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         problem = repr(error)
     raise LogDamaged(f"{source} cannot be read: {problem}; put it back from a copy of the store")
 

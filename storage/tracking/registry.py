@@ -357,7 +357,7 @@ def _is_charted(step: int) -> bool:
 
 def _has_point(entry: LogEntry) -> bool:
     """False for those steps of a long run whose metrics MLflow does not get."""
-    return not isinstance(entry.body, Step) or _is_charted(charted(entry)[0])
+    return not isinstance(entry.body, Step) or _is_charted(entry.body.claim.step)
 
 
 def _metrics(entry: LogEntry) -> list[Any]:

@@ -42,7 +42,7 @@ from storage.objects.opening import open_store, probe
 from storage.records import Task
 from storage.tracking.trackers import check_trackers
 from tasks.checks.trial import check_tasks, errors_of_users, play_tasks
-from trainers.model.fetch import GGUF, folder_of_gguf, local_folder
+from trainers.model.fetch import local_folder, own_folder
 from trainers.model.weight_index import check_model_folder
 
 logger = logging.getLogger("millrace.preflight")
@@ -276,11 +276,8 @@ def model_positions(config: RunConfig) -> int | None:
 
 def check_model(model: str) -> None:
     """Raise `InvalidInput` or `NotFound` unless `model` is a whole model folder, or the hub, or its cache, has it."""
-    folder = Path(model).expanduser()
     with path_errors(f"model = {model!r}"):
-        if folder.suffix == GGUF and folder.is_file():
-            folder = folder_of_gguf(folder)
-        if folder.is_dir():
+        if (folder := own_folder(model)) is not None:
             try:
                 return check_model_folder(folder)
             except InvalidInput as error:

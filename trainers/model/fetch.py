@@ -31,14 +31,20 @@ _WEIGHTS = "*.safetensors"
 _WANTED = ["*.json", _WEIGHTS, "*.jinja", "*.txt", "*.model"]
 
 
-def local_folder(model: str) -> Path | None:
-    """The folder of a model that is on this machine: its own, that of its GGUF file, or the hub's cache. None if it is
-    not here. Raises as `folder_of_gguf`."""
+def own_folder(model: str) -> Path | None:
+    """The folder that `model` names, or the one of the GGUF file that it names; None if it names neither. Raises as
+    `folder_of_gguf`."""
     path = Path(model).expanduser()
-    if path.is_dir():
-        return path
     if path.suffix == GGUF and path.is_file():
         return folder_of_gguf(path)
+    return path if path.is_dir() else None
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder of a model that is on this machine: its own, or the hub's cache. None if it is not here. Raises as
+    `folder_of_gguf`."""
+    if (folder := own_folder(model)) is not None:
+        return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -55,13 +61,9 @@ def fetch_model(model: str, folder: Path) -> Path:
     Raises `InvalidInput` if there are no safetensors weights, or not those that the index names; and as
     `folder_of_gguf` and `fetch_from_hub`.
     """
-    source = Path(model).expanduser()
-    if source.is_file() and source.suffix != GGUF:
+    if Path(model).expanduser().is_file() and not model.endswith(GGUF):
         raise InvalidInput(f"model = {model!r}: a file is a base model if it is GGUF; use a folder")
-    if source.is_file():
-        source = folder_of_gguf(source)
-    elif not source.is_dir():
-        source = fetch_from_hub(model, "model", patterns=_WANTED)
+    source = own_folder(model) or fetch_from_hub(model, "model", patterns=_WANTED)
     if not list(source.glob(_WEIGHTS)):
         raise InvalidInput(f"model {model!r} has no safetensors weights; convert it with transformers' save_pretrained")
     try:
