@@ -76,7 +76,8 @@ class RunLog:
             self._is_open, ahead = True, _LOOK_AHEAD
             self._num_at_opening = self.state.entries
         elif self.state.entries - self._num_at_opening >= min(
-            _MOST_UNPACKED, max(_MOST_UNPACKED // 5, self._num_archived // 20)  # opening takes as long as the log is
+            _MOST_UNPACKED,
+            max(_MOST_UNPACKED // 5, self._num_archived // 20),  # opening takes as long as the log is
         ):
             self._open_anew()
         while True:
