@@ -13,8 +13,11 @@ import itertools
 import logging
 import math
 import os
+import shutil
 import socket
+import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,29 @@ def num_slots() -> int:
     """What a Ray of our own takes for this machine's CPUs: slots, not cores, because workers mostly wait for each
     other."""
     return max(64, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuMemory:
+    """A GPU of this machine; bytes."""
+
+    name: str
+    total: int
+    free: int
+
+
+def gpu_memory() -> list[GpuMemory]:
+    """The GPUs that this process may use, in their order; none where `nvidia-smi` is not there or does not answer."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(query, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    rows = [line.split(", ") for line in listed.stdout.splitlines()] if not listed.returncode else []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        by_name = {name: row for row in rows for name in row[:2]}
+        rows = [by_name[name] for name in visible.replace(" ", "").split(",") if name in by_name]
+    return [GpuMemory(name=row[0], total=int(row[2]) * 2**20, free=int(row[3]) * 2**20) for row in rows]
 
 
 def nodes_to_use() -> list[dict[str, float]]:

@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -25,6 +24,7 @@ import httpx
 import psutil
 
 from infra.environment import local_tracking_uri, make_home
+from infra.placement import gpu_memory
 from infra.ports import free_port
 from infra.user_code import PRODUCT
 from settings.errors import UserError
@@ -108,7 +108,7 @@ def start_services(home: Path, *, announce: Callable[[str], None]) -> dict[str, 
             announce("deploying prefect.yaml and starting a worker")
             _run(["-m", "prefect", "work-pool", "create", POOL, "--type", "process", "--overwrite"], logs, api)
             _run(["-m", "prefect", "--no-prompt", "deploy", "--all"], logs, api)
-            limit = {GPU_RUNS: os.environ.get(GPU_RUNS, "1")} if num_gpus() else {}
+            limit = {GPU_RUNS: os.environ.get(GPU_RUNS, "1")} if gpu_memory() else {}
             _run(["-m", "tasks.prefect.flow_runs"], logs, {**api, **limit})
             _end(services["prefect"])
             services["prefect"] = _start_prefect(services["prefect"].port, logs, evaluates_triggers=True)
@@ -175,14 +175,6 @@ def end_orphaned_servers(home: Path) -> list[int]:
             continue  # it ended meanwhile, or belongs to another user
         ended.append(process.pid)
     return ended
-
-
-def num_gpus() -> int:
-    """Number of NVIDIA GPUs of this machine."""
-    if not shutil.which("nvidia-smi"):
-        return 0
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    return 0 if listed.returncode else len(listed.stdout.splitlines())
 
 
 def _recorded_services(home: Path) -> dict[str, Service]:

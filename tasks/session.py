@@ -39,6 +39,8 @@ from storage.log.run_log import RunLog
 from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.opening import open_store
 from storage.retention.retention import reading
+from tasks.checks.memory_plan import with_engine_share
+from tasks.checks.preflight import about_model
 from tasks.clock import PeakMemory, RoundClock
 from tasks.fleet import Fleet
 from tasks.maintain import Housekeeping
@@ -203,6 +205,7 @@ async def _session(
     num_ranks = config.train.num_ranks if trains and config.train.device != "cpu" else 0
     gpus_per_engine = config.engine.num_gpus if num_engines else 1
     shares = max(1, num_engines * gpus_per_engine + num_ranks)
+    config = with_engine_share(config, about_model(config), trains=trains)
     places = {"log_folder": home() / "logs" / log.run_id, "home": home()}
     cluster = Cluster(**places, num_workers=shares, gpus_per_engine=gpus_per_engine)
     with PeakMemory() as memory:

@@ -21,7 +21,7 @@ from rich.markup import escape
 
 from cli.terminal.console import open_console
 from infra.environment import tracking_uri
-from settings.errors import UserError, counted, failure_text, in_one_line
+from settings.errors import UserError, counted, failure_text, in_one_line, size
 from settings.places.hints import command
 from settings.places.state_folder import home, store_uri
 from settings.redaction import without_secrets
@@ -222,13 +222,16 @@ def check_hub(config: RunConfig | None) -> Finding:
 def check_device(config: RunConfig | None) -> Finding:
     """GPUs of this machine, or of the Ray cluster, and whether they hold the run file's ranks and engines."""
     from infra.placement import gpus_of, nodes_to_use
-    from tasks.checks.preflight import check_devices
+    from tasks.checks.memory_plan import memory_plan
+    from tasks.checks.preflight import about_model, check_devices
 
-    if config is not None:
-        check_devices(config)
     nodes = nodes_to_use()
     where = f"{len(nodes)} nodes of the Ray cluster" if os.environ.get("RAY_ADDRESS") else "this machine"
-    return Finding(f"{where}: {gpus_of(nodes):g} GPUs" + (", which hold the run" if config else ""))
+    if config is None:
+        return Finding(f"{where}: {gpus_of(nodes):g} GPUs")
+    check_devices(config)
+    plan = [f"{d.name} about {size(d.needed)} of {size(d.total)}" for d in memory_plan(config, about_model(config))]
+    return Finding("; ".join([f"{where}: {gpus_of(nodes):g} GPUs, which hold the run", *plan]))
 
 
 def check_dataset(config: RunConfig | None) -> Finding:

@@ -2,10 +2,6 @@
 
 In: a run file and overrides. Out: the checks of a start, and derived values: batches, tokens, memory. Nothing heavy is
 imported, and nothing of the run is written.
-
-Memory is an estimate from sizes. Weights, gradients and AdamW's two moments are float32, 16 bytes per parameter; what
-a layer keeps for its backward pass is 34 bytes per token and unit of width at 16 bits (Korthikanti et al. 2022,
-https://arxiv.org/abs/2205.05198, equation 2 without the attention term), twice that at 32.
 """
 
 from __future__ import annotations
@@ -25,19 +21,13 @@ from settings.run_file import RunConfig, default_values
 from storage.log.runs import continues, open_run
 from storage.objects.opening import open_store
 from tasks.checks.learning_rate import SOURCES, num_parameters, usual_learning_rates
+from tasks.checks.memory_plan import memory_plan
 from tasks.checks.preflight import about_model, check_run, model_positions
-from tasks.checks.space import ADAPTER_SHARE, expected_space
+from tasks.checks.space import expected_space
 from tasks.checks.trial import check_references
 
-_KEPT_BYTES = 34
-_CHECKPOINTED_BYTES = 2
-_MEMORY = (
-    "parameters",
-    "trainer_weights_bytes",
-    "trainer_gradients_and_moments_bytes",
-    "trainer_activation_bytes",
-    "engine_weights_bytes",
-)
+_MEMORY = ("trainer_weights_bytes", "trainer_gradients_and_moments_bytes", "engine_weights_bytes")
+"""What is not known of a model that is not on this machine."""
 
 
 def derived_values(config: RunConfig, *, adopt_tasks: bool = False) -> dict[str, Any]:
@@ -104,41 +94,25 @@ def _space(config: RunConfig) -> dict[str, int | None]:
     return {key: getattr(space, name, None) for key, name in names.items()}
 
 
-def _memory(config: RunConfig, parameters: int | None) -> dict[str, float | None]:
-    """Bytes: of one trainer rank by part, and of an engine's weights. None for a model that is not on this machine."""
-    train = config.train
-    if parameters is None:
-        return dict.fromkeys(_MEMORY)
-    made: dict[str, Any] = {
-        "hidden_size": config.warmup.hidden_size,
-        "num_hidden_layers": config.warmup.num_layers,
-        "dtype": "float32",
-    }
-    about = about_model(config) if config.model else made
-    copies = 1 + (train.reference.kind in ("base", "model")) + (train.ema is not None)
-    weights = 4.0 * parameters * copies
-    moments = 12 * (ADAPTER_SHARE * parameters if train.lora is not None else parameters)
-    if train.advantage.kind == "gae":
-        weights, moments = weights + 4 * parameters, moments + 12 * parameters
-    kept_bytes = _KEPT_BYTES * about["num_hidden_layers"]
-    if train.activation_checkpointing:
-        kept_bytes = _CHECKPOINTED_BYTES * about["num_hidden_layers"] + _KEPT_BYTES
-    width = 1 if train.dtype == "bfloat16" else 2
-    dtype = config.engine.vllm.get("dtype", about.get("dtype") or about.get("torch_dtype"))
-    values = (
-        parameters,
-        weights / train.num_ranks,
-        moments / train.num_ranks,
-        width * about["hidden_size"] * train.tokens_per_microbatch * kept_bytes,
-        parameters * (4 if dtype == "float32" else 2),
-    )
-    return dict(zip(_MEMORY, values, strict=True))
+def _memory(config: RunConfig, parameters: int | None) -> dict[str, Any]:
+    """Bytes of one rank and of one process of an engine by part, and of each device; None for a model that is not on
+    this machine."""
+    plan = memory_plan(config, about_model(config))
+    values: dict[str, Any] = {"parameters": parameters, **({} if plan else dict.fromkeys(_MEMORY))}
+    demands = {demand.process: demand for device in plan for demand in device.demands}
+    for name in ("trainer", "engine"):
+        for part, held in demands[name].parts.items() if name in demands else ():
+            values[f"{name}_{part.replace(' ', '_')}_bytes"] = held
+    values["devices"] = {d.name: {"needed": d.needed, "total": d.total, "free": d.free} for d in plan} or None
+    return values
 
 
 def print_values(values: dict[str, Any], console: Console) -> None:
     """The same for people."""
     table = plain_table()
     for key, value in values.items():
+        if key == "devices":
+            continue
         name = key.removesuffix("_bytes").replace("_", " ")
         table.add_row(f"[dim]{name}[/]", escape(_shown(key, value)))
     console.print(table)
@@ -148,10 +122,11 @@ def print_values(values: dict[str, Any], console: Console) -> None:
             f"learning_rate = {values['learning_rate']:g} is {side} what is usual for this size and kind, "
             f"{usual[0]:g} to {usual[1]:g} ({SOURCES})"
         )
-    console.print(
-        "[dim]memory is estimated from sizes; beside its weights an engine takes what it is given for keys and values "
-        "(VLLM_CPU_KVCACHE_SPACE, or engine.vllm.gpu_memory_utilization)[/]"
-    )
+    for name, device in (values["devices"] or {}).items():
+        taken = (
+            f", {size(device['total'] - device['free'])} taken by others" if device["free"] < device["total"] else ""
+        )
+        console.print(f"{name}: about {size(device['needed'])} of {size(device['total'])}{taken}, estimated from sizes")
     console.print("nothing was started; leave --dry-run out to train")
 
 

@@ -19,7 +19,6 @@ from typing import Any
 from urllib.parse import urlparse
 
 import httpx
-import psutil
 
 from infra.environment import nearest_existing, tracking_uri
 from infra.placement import check_shares, gpus_of, nodes_to_use
@@ -41,6 +40,7 @@ from storage.objects.hub import check_on_hub
 from storage.objects.opening import open_store, probe
 from storage.records import Task
 from storage.tracking.trackers import check_trackers
+from tasks.checks.memory_plan import check_memory
 from tasks.checks.trial import check_tasks, errors_of_users, play_tasks
 from trainers.model.fetch import local_folder, own_folder
 from trainers.model.weight_index import check_model_folder
@@ -49,8 +49,6 @@ logger = logging.getLogger("millrace.preflight")
 
 SECONDS_TO_ANSWER = 5.0
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
-_RANK_GIB, _ENGINE_GIB = 0.4, 1.0
-"""Memory that a trainer's rank, or a process of an engine, takes on a CPU with the smallest model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,12 +204,8 @@ def check_devices(config: RunConfig) -> None:
     gpu_ranks = train.num_ranks if train.device != "cpu" else 0
     shares = max(1, num_engines * parts + gpu_ranks)
     check_shares(nodes, num_workers=shares, gpus_per_engine=parts if num_engines else 1, num_ranks=gpu_ranks)
+    check_memory(config, about_model(config))
     what = f"train.num_ranks = {train.num_ranks} and {num_engines} engines of {parts} processes"
-    gib = train.num_ranks * _RANK_GIB + num_engines * parts * _ENGINE_GIB
-    here = psutil.virtual_memory().total / 2**30
-    if not os.environ.get("RAY_ADDRESS") and gib > here:
-        fix = "lower train.num_ranks, rollout.num_workers or tensor_parallel_size"
-        raise InvalidInput(f"{what} take at least {gib:.0f} GiB of memory, and this machine has {here:.0f}; {fix}")
     if (wanted := train.num_ranks + num_engines * parts) > (slots := sum(node.get("CPU", 0.0) for node in nodes)):
         raise InvalidInput(f"{what} need {wanted} CPUs of the cluster, which has {slots:g}; lower one of them")
 
@@ -264,7 +258,9 @@ def check_lengths(config: RunConfig) -> None:
 def about_model(config: RunConfig) -> dict[str, Any]:
     """The `config.json` of the run's model, or what is known of the tiny one; empty if the model is not here."""
     if not config.model:
-        return {"max_position_embeddings": TINY_POSITIONS, "num_attention_heads": config.warmup.hidden_size // 32}
+        sizes = {"hidden_size": config.warmup.hidden_size, "num_hidden_layers": config.warmup.num_layers}
+        heads = config.warmup.hidden_size // 32
+        return {"max_position_embeddings": TINY_POSITIONS, "num_attention_heads": heads, "dtype": "float32", **sizes}
     folder = local_folder(config.model)
     return {} if folder is None else model_config(folder)
 

@@ -15,10 +15,9 @@ from storage.policies.policies import LARGEST_DELTA
 from storage.retention.rules import NEWEST_STATES
 from storage.tracking.registry import ALL_POINTS
 from tasks.checks.learning_rate import num_parameters
+from tasks.checks.memory_plan import ADAPTER_SHARE
 from tasks.checks.preflight import about_model
 
-ADAPTER_SHARE = 0.02
-"""Of the parameters, roughly, are trained if only adapters are."""
 _TOKEN_BYTES, _ROW_BYTES = 11, 500
 _TASK_RUN_BYTES, _POINT_BYTES = 15_000, 18_000
 """Of one step: in Prefect's database, and in MLflow's if it has the step's metrics."""
