@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tests.unit.trainers.trl_trainer import Updates
 
 pytestmark = [
+    pytest.mark.server,  # TRL imports vLLM
     pytest.mark.filterwarnings("ignore:You are using 'rollout_func'"),
     pytest.mark.filterwarnings("ignore:TRL currently supports vLLM"),
 ]
