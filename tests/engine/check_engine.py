@@ -246,10 +246,11 @@ async def a_cancelled_request_leaves_its_slot_in_the_engine(bench: Bench) -> Non
 
 
 async def nothing_runs(bench: Bench) -> None:
-    """Ask vLLM's core. In the time that a few short requests take, a long one would not have ended."""
+    """Ask vLLM's core. In the time that a few questions take, a long request would not have ended; the step that was
+    scheduled beside the last token of a reply has."""
     assert bench.engine.llm.get_num_unfinished_requests() == 0
-    for _ in range(3):
-        await bench.generate(Sampling(max_tokens=4))
+    await bench.generate(Sampling(max_tokens=4))
+    for _ in range(20):
         if not await bench.engine.llm.engine_core.call_utility_async("has_work"):
             return
     raise AssertionError("requests that were cancelled are still running")

@@ -25,7 +25,7 @@ def _aliases(log: RunLog) -> list[Alias]:
     return [entry.body for entry in log.entries if isinstance(entry.body, Alias)]
 
 
-def _run_checks(module: str, base: Path, scratch: Path) -> None:
+def _run_checks(module: str, base: Path, scratch: Path, **environment: str) -> None:
     """Run a module of checks with a base model and a folder to write in, and see that all of them passed.
 
     vLLM starts child processes by re-importing `__main__`, so it gets a process that is not pytest.
@@ -37,7 +37,7 @@ def _run_checks(module: str, base: Path, scratch: Path) -> None:
         capture_output=True,
         text=True,
         timeout=1100,
-        env={**os.environ, **settings},
+        env={**os.environ, **settings, **environment},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "all checks passed" in done.stdout
@@ -46,6 +46,13 @@ def _run_checks(module: str, base: Path, scratch: Path) -> None:
 @pytest.mark.parametrize("module", ["check_engine", "check_lora"])
 def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path, module: str) -> None:
     _run_checks(module, base_model, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["check_engine", "check_lora"])
+def test_an_engine_that_schedules_and_samples_as_on_a_gpu(base_model: Path, tmp_path: Path, module: str) -> None:
+    path = os.pathsep.join([str(PROJECT / "tests" / "engine" / "gpu_runner"), str(PROJECT)])
+    _run_checks(module, base_model, tmp_path, GPU_RUNNER="1", PYTHONPATH=path)
 
 
 @pytest.mark.slow
