@@ -102,14 +102,28 @@ class RunState:
     """By policy version, like `policies`."""
 
     def __post_init__(self) -> None:
-        def body(_: Any, number: int) -> Any:
-            return self._body(number)
+        # None of these leads back to the state: what is in a circle stays until the garbage collector comes by.
+        history, untrained = self.history, self._untrained
 
-        self.shards, self.aliases, self.registrations = RecordMap({}, body), RecordMap({}, body), RecordMap({}, body)
-        self.policies = RecordMap({}, self._policy)
-        self.steps, self.evaluations = RecordList([], self._body), RecordList([], self._body)
-        self.groups = RecordMap(self.shard_of, self._group)
-        self.outcomes = RecordMap(self.step_of, lambda group_id, _: self._untrained.get(group_id, "trained"))
+        def body(number: int) -> Any:
+            return history[number].body
+
+        def keyed(_: Any, number: int) -> Any:
+            return body(number)
+
+        def policy(_: int, number: int) -> records.Policy:
+            body = keyed(_, number)
+            return body.policy if isinstance(body, records.Step) else body
+
+        def group(group_id: str, shard_id: str) -> records.GroupSummary:
+            return next(each for each in shards[shard_id].groups if each.id == group_id)
+
+        shards = self.shards = RecordMap({}, keyed)
+        self.aliases, self.registrations = RecordMap({}, keyed), RecordMap({}, keyed)
+        self.policies = RecordMap({}, policy)
+        self.steps, self.evaluations = RecordList([], body), RecordList([], body)
+        self.groups = RecordMap(self.shard_of, group)
+        self.outcomes = RecordMap(self.step_of, lambda group_id, _: untrained.get(group_id, "trained"))
 
     @property
     def step(self) -> int:
@@ -269,16 +283,6 @@ class RunState:
                             self.retries[group.position] += 1
             case _:
                 raise AssertionError(f"{body} is folded from its columns, or has no case here")
-
-    def _body(self, number: int) -> Any:
-        return self.history[number].body
-
-    def _group(self, group_id: str, shard_id: str) -> records.GroupSummary:
-        return next(group for group in self.shards[shard_id].groups if group.id == group_id)
-
-    def _policy(self, version: int, number: int) -> Any:
-        body = self._body(number)
-        return body.policy if isinstance(body, records.Step) else body
 
     def _free(self, positions: Iterable[int]) -> None:
         for position in positions:
