@@ -128,7 +128,8 @@ class TrackingMirror:
                 self.run_page = self._mlflow.follower.run_page or self.run_page
                 for registration in registrations:
                     log.append(registration)
-            ctypes.CDLL(None).malloc_trim(0)  # MLflow's transactions leave holes, which glibc would keep
+            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+                trim(0)  # MLflow's transactions leave holes, which would stay ours
         except Exception:  # whatever it is: a view of the run must not end its training
             logger.exception("MLflow could not be told what is new; the log keeps it for later")
             return 0

@@ -101,7 +101,7 @@ def test_a_fold_goes_as_soon_as_its_log_does_and_holds_no_more_than_it_must():
         for _ in range(3):
             log = RunLog(store, "run")
             log.refresh()
-            assert [len(log.state.groups), len(list(log.entries)), log.state.outcomes["0.task0"]] == [400, 602, "trained"]
+            assert (len(list(log.entries)), log.state.outcomes["0.task0"]) == (602, "trained")
         folds, records = (sum(isinstance(each, kind) for each in gc.get_objects()) for kind in (RunState, LogEntry))
         assert folds == 1 and records <= _ENTRIES_UNPACKED + SIZE
     finally:
