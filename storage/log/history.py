@@ -3,9 +3,10 @@ an entry ⇄ its JSON document."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSet, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, overload
 
@@ -54,6 +55,40 @@ class RecordMap(UserDict[K, V]):
 
     def __getitem__(self, key: K) -> V:
         return self._read(key, self.data[key])
+
+
+class Positions(MutableSet[int]):
+    """A set of numbers from 0 on. Those that follow one another from 0 take no room."""
+
+    def __init__(self) -> None:
+        self._below = 0
+        self._others: set[int] = set()
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._others or (isinstance(number, int) and 0 <= number < self._below)
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain(range(self._below), sorted(self._others))
+
+    def __len__(self) -> int:
+        return self._below + len(self._others)
+
+    def add(self, value: int) -> None:
+        if value not in self:
+            self._others.add(value)
+        while self._below in self._others:
+            self._others.remove(self._below)
+            self._below += 1
+
+    def discard(self, value: int) -> None:
+        if 0 <= value < self._below:
+            self._others.update(range(value + 1, self._below))
+            self._below = value
+        self._others.discard(value)
+
+    @classmethod
+    def _from_iterable(cls, it: Iterable[Any]) -> set[Any]:  # type: ignore[override]
+        return set(it)
 
 
 class History(RecordList[LogEntry]):
