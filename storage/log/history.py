@@ -87,7 +87,7 @@ class Positions(MutableSet[int]):
         self._others.discard(value)
 
     @classmethod
-    def _from_iterable(cls, it: Iterable[Any]) -> set[Any]:  # type: ignore[override]
+    def _from_iterable(cls, it: Iterable[Any]) -> set[Any]:
         return set(it)
 
 
