@@ -107,9 +107,11 @@ async def start(session: RunSession, config: RunConfig) -> None:
     evaluators = ["evaluator-0"] if config.evaluation.own_engine else []
     starting = [start_rollout_worker(session, name=name) for name in (*workers, *evaluators)]
     *checksums, _ = await asyncio.gather(*starting, start_trainer(session, config=config))
-    # The libraries stay until the end: the collector need not walk them again and again, while a round waits.
+    # The libraries stay until the end: the collector need not walk them again and again, while a round waits. After the
+    # second look it no longer counts them: it would look at what is old only once there is a quarter more of it.
     gc.collect()
     gc.freeze()
+    gc.collect()
     session.fleet.mark_served(checksums)
     await session.fleet.take_part(workers)
     session.fleet.evaluator = session.fleet.hosted.get("evaluator-0")

@@ -12,6 +12,7 @@ import gc
 import inspect
 import io
 import logging
+import math
 import os
 import pkgutil
 import signal
@@ -19,6 +20,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from settings.redaction import redact_logs, without_secrets
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STUCK_SECONDS = 120.0
 _COLLECT_AFTER = 100_000  # new objects; Python's default of 700 is a few attempts
+_COLLECT_SECONDS = 60.0  # between two looks at all that is new: what outlives the first look would stay for hours
+_SHARE_OF_TIME = 0.001  # that those looks may take
 _WATCHERS: list[subprocess.Popen[bytes]] = []
 
 
@@ -43,6 +47,7 @@ class Host:
         self._path = path
         self._target: Any = None
         self._turning: asyncio.Task[None] | None = None
+        self._collects_at = math.inf
 
     def rendezvous(self) -> tuple[str, int]:
         import ray
@@ -66,9 +71,20 @@ class Host:
             gc.collect()
             gc.freeze()
             gc.set_threshold(_COLLECT_AFTER)
+            self._collect()
             return self._target.opened
         result = getattr(self._target, method)(*arguments, **keywords)
-        return await result if inspect.isawaitable(result) else result
+        try:
+            return await result if inspect.isawaitable(result) else result
+        finally:
+            if time.monotonic() >= self._collects_at:
+                self._collect()
+
+    def _collect(self) -> None:
+        started = time.monotonic()
+        gc.collect()
+        ended = time.monotonic()
+        self._collects_at = ended + max(_COLLECT_SECONDS, (ended - started) / _SHARE_OF_TIME)
 
 
 async def _log_stacks_when_stuck() -> None:

@@ -11,6 +11,7 @@ that is one warning, and nothing of a run waits for it. A follower is added in `
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
 import logging
 import subprocess
@@ -127,6 +128,8 @@ class TrackingMirror:
                 self.run_page = self._mlflow.follower.run_page or self.run_page
                 for registration in registrations:
                     log.append(registration)
+            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+                trim(0)  # MLflow's transactions leave holes, which would stay ours
         except Exception:  # whatever it is: a view of the run must not end its training
             logger.exception("MLflow could not be told what is new; the log keeps it for later")
             return 0

@@ -45,7 +45,7 @@ from tasks.clock import PeakMemory, RoundClock
 from tasks.fleet import Fleet
 from tasks.maintain import Housekeeping
 from tasks.mirror import TrackingMirror
-from tasks.prefect.outages import say_outages_once
+from tasks.prefect.outages import prefect_answers, say_outages_once
 from tasks.prefect.own_flow_run import cancellable, is_stop
 from tasks.prefect.run_logs import Progress, log_to_prefect
 from tasks.prefect.run_page import RunPage
@@ -104,7 +104,7 @@ class RunSession:
                 await self._give_up(error)
             raise
         finally:
-            if self.id:
+            if await prefect_answers() and self.id:
                 await self.page.update(finished=True)
 
     async def _give_up(self, error: BaseException) -> None:

@@ -3,9 +3,10 @@ an entry ⇄ its JSON document."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSet, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, overload
 
@@ -22,6 +23,7 @@ class RecordList(Sequence[V]):
     """Records in order; `read` gets the number of a record's entry."""
 
     def __init__(self, numbers: list[int] | range, read: Callable[[int], V]) -> None:
+        """`read` must not lead back to the list: what is in a circle stays until the garbage collector comes by."""
         self.numbers: Any = numbers
         self._read = read
 
@@ -55,22 +57,73 @@ class RecordMap(UserDict[K, V]):
         return self._read(key, self.data[key])
 
 
+class Positions(MutableSet[int]):
+    """A set of numbers from 0 on. Those that follow one another from 0 take no room."""
+
+    def __init__(self) -> None:
+        self._below = 0
+        self._others: set[int] = set()
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._others or (isinstance(number, int) and 0 <= number < self._below)
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain(range(self._below), sorted(self._others))
+
+    def __len__(self) -> int:
+        return self._below + len(self._others)
+
+    def add(self, value: int) -> None:
+        if value not in self:
+            self._others.add(value)
+        while self._below in self._others:
+            self._others.remove(self._below)
+            self._below += 1
+
+    def discard(self, value: int) -> None:
+        if 0 <= value < self._below:
+            self._others.update(range(value + 1, self._below))
+            self._below = value
+        self._others.discard(value)
+
+    @classmethod
+    def _from_iterable(cls, it: Iterable[Any]) -> set[Any]:
+        return set(it)
+
+
 class History(RecordList[LogEntry]):
     """Every entry of a log: the first ones are read from segments, the others are held."""
 
     def __init__(self, archived: Sequence[LogEntry] = ()) -> None:
-        self._archived = archived
-        self._added: list[LogEntry] = []
-        super().__init__(range(len(archived)), self._entry)  # a list would take 36 bytes per entry
+        parts = _Parts(archived)
+        super().__init__(range(len(archived)), parts.read)  # a list would take 36 bytes per entry
+        self._parts = parts
+
+    @property
+    def num_unpacked(self) -> int:
+        """Entries that are held as records."""
+        return len(self._parts.held[1])
 
     def append(self, entry: LogEntry) -> None:
         """Add the next entry."""
-        self._added.append(entry)
+        self._parts.held[1].append(entry)
         self.numbers = range(len(self.numbers) + 1)
 
-    def _entry(self, number: int) -> LogEntry:
-        num_archived = len(self._archived)
-        return self._archived[number] if number < num_archived else self._added[number - num_archived]
+    def pack(self, archived: Sequence[LogEntry]) -> None:
+        """Read the first entries from `archived`, which holds them too. Another thread may read meanwhile."""
+        before, added = self._parts.held
+        self._parts.held = archived, added[len(archived) - len(before) :]
+
+
+class _Parts:
+    """Entries that are packed, and the records of those behind them."""
+
+    def __init__(self, archived: Sequence[LogEntry]) -> None:
+        self.held: tuple[Sequence[LogEntry], list[LogEntry]] = (archived, [])
+
+    def read(self, number: int) -> LogEntry:
+        archived, added = self.held
+        return archived[number] if number < len(archived) else added[number - len(archived)]
 
 
 class _Line(msgspec.Struct):

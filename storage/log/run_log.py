@@ -6,7 +6,9 @@ In: records. Out: numbered JSON entries `log/<20 digits>.json`, and `RunState`, 
                                        └─ does it still fit?   ──no───▶ Conflict
                                        └─ put_if_absent(next number) ──lost──▶ refresh, try again
 
-A hundred entries, and ten thousand, are also written as one segment (`segments`), from which a long run is opened.
+A hundred entries, and ten thousand, are also written as one segment (`segments`), from which a long run is opened. A
+process holds all but the newest entries as segments too: a twentieth of the memory of records, and it may run for
+weeks.
 """
 
 from __future__ import annotations
@@ -29,9 +31,6 @@ logger = logging.getLogger("millrace.log")
 _MOST_AT_ONCE = 256
 _LOOK_AHEAD = 16
 """Entries that are read at once when a log is opened: one that is missing before another is a gap."""
-_MOST_UNPACKED = 1000
-"""Entries that a process holds as records before it opens the log again. Their segments need a tenth of the memory, and
-a process may run for weeks. A log that is opened sooner holds a fifth."""
 
 
 class RunLog:
@@ -47,9 +46,9 @@ class RunLog:
         self.state = RunState()
         self._one_at_a_time = threading.RLock()  # a cancelled call leaves its thread behind, which may still fold
         self._is_open = False
-        self._segments: list[Segment] = []  # the first entries, still packed
-        self._num_at_opening = 0  # entries when the log was opened, or opened again
-        self._num_archived = self._num_merged = 0  # entries known to be in segments, and in long ones
+        self._segments: list[Segment] = []  # the first entries, packed
+        self._unwritten: list[Segment] = []  # those of them that the store may lack
+        self._num_written = self._num_merged = 0  # entries known to be in segments of the store, and in long ones
         self._documents: list[bytes] = []  # JSON of the entries behind the segments
 
     @property
@@ -74,12 +73,6 @@ class RunLog:
         if not self._is_open:
             self._open_segments()
             self._is_open, ahead = True, _LOOK_AHEAD
-            self._num_at_opening = self.state.entries
-        elif self.state.entries - self._num_at_opening >= min(
-            _MOST_UNPACKED,
-            max(_MOST_UNPACKED // 5, self._num_archived // 20),  # opening takes as long as the log is
-        ):
-            self._open_anew()
         while True:
             first = self.state.entries
             documents = self.store.get_many([self._entry_key(first + offset) for offset in range(ahead)])
@@ -87,7 +80,8 @@ class RunLog:
                 if document is None:
                     break
                 self._fold(document)
-            else:
+            self._pack()
+            if all(documents):
                 ahead = min(2 * ahead, _MOST_AT_ONCE)
                 continue
             missing = self._entry_key(self.state.entries)
@@ -140,9 +134,7 @@ class RunLog:
 
     def _open_segments(self) -> None:
         """Start from the segments, as far as they follow one another."""
-        segments = list(self._segments)
-        archived = sum(map(len, segments))
-        merged, reached = self._num_merged, -1
+        segments, archived, merged, reached = self._segments, 0, 0, -1
         while reached < archived:
             reached = archived
             for size in reversed(self.segment_sizes):
@@ -156,16 +148,19 @@ class RunLog:
             self.state = RunState(history=History(archive))
             for columns in archive.columns():  # they were checked when they were written
                 self.state.add(columns)
-            self._segments, self._num_archived, self._num_merged = segments, archived, merged
+            self._num_written, self._num_merged = archived, merged
 
-    def _open_anew(self) -> None:
-        """Drop records that are in segments by now. Another thread sees the log as it was meanwhile."""
-        fresh = type(self)(self.store, self.run_id)
-        fresh._one_at_a_time = self._one_at_a_time  # other threads wait at it
-        fresh._segments, fresh._num_merged = self._segments, self._num_merged
-        fresh.refresh()
-        fresh._num_at_opening = fresh.state.entries
-        vars(self).update(vars(fresh))
+    def _pack(self) -> None:
+        """Hold complete blocks of entries as the segments that they are, or will be, in the store."""
+        size, packed = self.segment_sizes[0], self.state.entries - len(self._documents)
+        while len(self._documents) >= size:
+            data = encode_segment(self.entries[packed : packed + size], self._documents[:size], run_id=self.run_id)
+            segment = Segment(data, run_id=self.run_id, first=packed, size=size)
+            self._segments.append(segment)
+            self._unwritten.append(segment)
+            self.entries.pack(Archive(self._segments))
+            packed += size
+            del self._documents[:size]
 
     def _read_segments(self, first: int, size: int) -> Iterator[Segment]:
         """Segments of one size, one after another, from entry `first` on."""
@@ -187,13 +182,12 @@ class RunLog:
         """Write the segments of complete blocks, also damaged ones. Every process writes the same bytes."""
         short, long = self.segment_sizes
         try:
-            while len(self._documents) >= short:
-                entries = self.entries[self._num_archived : self._num_archived + short]
-                data = encode_segment(entries, self._documents[:short], run_id=self.run_id)
-                self.store.put(self._segment_key(self._num_archived, short), data)
-                self._num_archived += short
-                del self._documents[:short]
-            while self._num_merged + long <= self._num_archived:
+            while self._unwritten:
+                segment = self._unwritten[0]
+                self.store.put(self._segment_key(segment.first, short), segment.data)
+                self._num_written = segment.first + short
+                del self._unwritten[0]
+            while self._num_merged + long <= self._num_written:
                 parts = list(itertools.islice(self._read_segments(self._num_merged, short), long // short))
                 if len(parts) == long // short:
                     data = merge_segments(parts, run_id=self.run_id, first=self._num_merged)

@@ -19,7 +19,7 @@ from settings.errors import UserError
 from storage.log import entries as records
 from storage.log.columns import Columns, columns_of
 from storage.log.entries import OUTCOMES, Entry, LogEntry
-from storage.log.history import History, RecordList, RecordMap
+from storage.log.history import History, Positions, RecordList, RecordMap
 
 
 class Conflict(UserError):
@@ -52,13 +52,13 @@ class RunState:
     """Rows of all training shards."""
     shard_of: dict[str, str] = field(default_factory=dict)
     """Group id → shard id."""
-    pending: dict[str, None] = field(default_factory=dict)
-    """Ids of committed groups that no step has taken, in commit order (a dict as an ordered set)."""
+    pending: dict[str, str] = field(default_factory=dict)
+    """Ids of committed groups that no step has taken, in commit order (a dict as an ordered set, of id to itself)."""
     step_of: dict[str, int] = field(default_factory=dict)
     """Group id → the step that took it out of the queue."""
     _untrained: dict[str, str] = field(default_factory=dict)
     """Group id → outcome, of groups that a step took and did not train."""
-    positions: set[int] = field(default_factory=set)
+    positions: Positions = field(default_factory=Positions)
     """Positions of the prompt order that are committed, and neither lost nor to be tried again."""
     producers: dict[str, records.Join] = field(default_factory=dict)
     """Rollout workers that take part, by name."""
@@ -102,14 +102,28 @@ class RunState:
     """By policy version, like `policies`."""
 
     def __post_init__(self) -> None:
-        def body(_: Any, number: int) -> Any:
-            return self._body(number)
+        # None of these leads back to the state: what is in a circle stays until the garbage collector comes by.
+        history, untrained = self.history, self._untrained
 
-        self.shards, self.aliases, self.registrations = RecordMap({}, body), RecordMap({}, body), RecordMap({}, body)
-        self.policies = RecordMap({}, self._policy)
-        self.steps, self.evaluations = RecordList([], self._body), RecordList([], self._body)
-        self.groups = RecordMap(self.shard_of, self._group)
-        self.outcomes = RecordMap(self.step_of, lambda group_id, _: self._untrained.get(group_id, "trained"))
+        def body(number: int) -> Any:
+            return history[number].body
+
+        def keyed(_: Any, number: int) -> Any:
+            return body(number)
+
+        def policy(_: int, number: int) -> records.Policy:
+            body = keyed(_, number)
+            return body.policy if isinstance(body, records.Step) else body
+
+        def group(group_id: str, shard_id: str) -> records.GroupSummary:
+            return next(each for each in shards[shard_id].groups if each.id == group_id)
+
+        shards = self.shards = RecordMap({}, keyed)
+        self.aliases, self.registrations = RecordMap({}, keyed), RecordMap({}, keyed)
+        self.policies = RecordMap({}, policy)
+        self.steps, self.evaluations = RecordList([], body), RecordList([], body)
+        self.groups = RecordMap(self.shard_of, group)
+        self.outcomes = RecordMap(self.step_of, lambda group_id, _: untrained.get(group_id, "trained"))
 
     @property
     def step(self) -> int:
@@ -191,7 +205,7 @@ class RunState:
                 self.shards.data[key] = number
                 self.num_trajectories += num_rows or 0
                 self.shard_of.update(dict.fromkeys(group_ids or [], key))
-                self.pending.update(dict.fromkeys(group_ids or []))
+                self.pending.update(zip(group_ids or [], group_ids or [], strict=True))
                 for position, again in zip(positions or [], retried or [], strict=True):
                     if again:  # its worker keeps the lease and tries again
                         self.retries[position] += 1
@@ -202,7 +216,7 @@ class RunState:
                 self.steps.numbers.append(number)
                 step = len(self.steps)
                 for group_id, place in zip(group_ids or [], outcomes or [], strict=True):
-                    del self.pending[group_id]
+                    group_id = self.pending.pop(group_id)  # the same string as in `shard_of`
                     self.step_of[group_id] = step
                     if place:  # the first outcome is trained
                         self._untrained[group_id] = OUTCOMES[place]
@@ -269,16 +283,6 @@ class RunState:
                             self.retries[group.position] += 1
             case _:
                 raise AssertionError(f"{body} is folded from its columns, or has no case here")
-
-    def _body(self, number: int) -> Any:
-        return self.history[number].body
-
-    def _group(self, group_id: str, shard_id: str) -> records.GroupSummary:
-        return next(group for group in self.shards[shard_id].groups if group.id == group_id)
-
-    def _policy(self, version: int, number: int) -> Any:
-        body = self._body(number)
-        return body.policy if isinstance(body, records.Step) else body
 
     def _free(self, positions: Iterable[int]) -> None:
         for position in positions:

@@ -33,6 +33,10 @@ _LAYOUT = "2"
 _FEW = 500
 """Entries whose columns become Python lists at once; with many more, the garbage collector would go through them."""
 
+_SEGMENTS_UNPACKED = 2
+_ENTRIES_UNPACKED = 200
+"""So much of an archive is held as JSON, and as records, once it has been asked for."""
+
 _SCHEMA = pa.schema(
     [
         ("document", pa.binary()),
@@ -83,50 +87,54 @@ class Segment:
     def __init__(self, data: bytes, *, run_id: str, first: int, size: int) -> None:
         if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
             raise LogDamaged(f"segment {first} of run {run_id!r} is damaged")
-        self._buffer = pa.py_buffer(data).slice(_DIGEST)
+        self.data, self.first = data, first
+        """The file, and the number of its first entry."""
+        self._buffer, self._size = pa.py_buffer(data).slice(_DIGEST), size
         expected = {b"run_id": run_id.encode(), b"first": str(first).encode(), b"layout": _LAYOUT.encode()}
         if pa.ipc.open_file(self._buffer).schema.metadata != expected:
             raise LogDamaged(f"segment {first} of run {run_id!r} is not that segment, or of another layout")
-        fields = list(range(1, len(_SCHEMA)))
-        with pa.ipc.open_file(self._buffer, options=pa.ipc.IpcReadOptions(included_fields=fields)) as file:
-            self._columns: pa.Table = file.read_all()
-        if len(self) != size:
-            raise LogDamaged(f"segment {first} of run {run_id!r} has {len(self)} of {size} entries")
+        if (num_rows := self._read(["kind"]).num_rows) != size:
+            raise LogDamaged(f"segment {first} of run {run_id!r} has {num_rows} of {size} entries")
 
     def __len__(self) -> int:
-        return int(self._columns.num_rows)
+        return self._size
 
     def columns(self) -> Iterator[Columns]:
         """The columns of every entry."""
-        for batch in self._columns.to_batches(max_chunksize=_FEW):
+        for batch in self._read(Columns._fields).to_batches(max_chunksize=_FEW):
             yield from map(Columns._make, zip(*(column.to_pylist() for column in batch.columns), strict=True))
 
     def table(self) -> pa.Table:
         """Everything in it."""
-        with pa.ipc.open_file(self._buffer) as file:
-            return file.read_all()
+        return self._read(_SCHEMA.names)
 
-    @functools.cached_property
     def documents(self) -> pa.BinaryArray:
-        """The entries' JSON."""
-        with pa.ipc.open_file(self._buffer, options=pa.ipc.IpcReadOptions(included_fields=[0])) as file:
-            return file.read_all()["document"].combine_chunks()
+        """The entries' JSON, unpacked: ten times what the segment holds."""
+        return self._read(["document"])["document"].combine_chunks()
+
+    def _read(self, names: Sequence[str]) -> pa.Table:
+        options = pa.ipc.IpcReadOptions(included_fields=[_SCHEMA.names.index(name) for name in names])
+        with pa.ipc.open_file(self._buffer, options=options) as file:
+            return file.read_all()
 
 
 class Archive(RecordList[LogEntry]):
     """The entries of consecutive segments from entry 0 on, each unpacked when it is asked for."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments = segments
-        self._starts = list(itertools.accumulate(map(len, segments), initial=0))
+        segments = self._segments = tuple(segments)
+        starts = list(itertools.accumulate(map(len, segments), initial=0))
         # Neighbours are needed together: all groups of a shard, all steps of a span.
-        super().__init__(range(self._starts[-1]), functools.lru_cache(maxsize=1000)(self._entry))
+        documents = functools.lru_cache(maxsize=_SEGMENTS_UNPACKED)(lambda segment: segments[segment].documents())
+
+        @functools.lru_cache(maxsize=_ENTRIES_UNPACKED)
+        def entry(number: int) -> LogEntry:
+            segment = bisect_right(starts, number) - 1
+            document = documents(segment)[number - starts[segment]].as_py()
+            return read_entry(document, number=number, source=f"entry {number} in its segment")
+
+        super().__init__(range(starts[-1]), entry)
 
     def columns(self) -> Iterator[Columns]:
         """The columns of every entry, segment by segment."""
         return itertools.chain.from_iterable(segment.columns() for segment in self._segments)
-
-    def _entry(self, number: int) -> LogEntry:
-        segment = bisect_right(self._starts, number) - 1
-        document = self._segments[segment].documents[number - self._starts[segment]].as_py()
-        return read_entry(document, number=number, source=f"entry {number} in its segment")

@@ -6,22 +6,29 @@ log entry ─▶ map or fetch the file ─▶ sha256 as recorded? ─▶ rules k
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 
 from settings.errors import UserError
+from settings.places.state_folder import home
 from storage.log.entries import Shard
 from storage.log.run_log import RunLog
 from storage.objects.digests import DigestMismatch, sha256_of
+from storage.objects.object_store import LocalStore, StoreError
 from storage.objects.tables import ipc_bytes
 from storage.records import NOT_SAMPLED, RolloutGroup, Sampling
 from storage.shards.codec import COMPRESSION, Provenance, open_shard, shard_table, summarise
 from storage.shards.failed_attempts import put_failures
 from storage.shards.schema import CHECKED, BadShard, NewerSchema, check, flat
+
+MOST_COPIED = 10 * 2**30
+"""Bytes of shards from stores elsewhere that queries may keep in the cache."""
 
 
 class DamagedShard(UserError):
@@ -105,22 +112,57 @@ def read_shard(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = Non
 def read_columns(log: RunLog, shard: Shard, columns: Sequence[str]) -> pa.Table:
     """These columns of a committed shard, for a query: the digest says that it kept the rules when it was committed.
 
-    Raises as `read_shard`.
+    The digest is of the whole file. So of a store elsewhere a copy stays on this machine, and is verified as the file
+    is: the next query fetches nothing. Raises as `read_shard`.
     """
-    return _committed(log, shard, columns=columns, rules=False).select(columns)
+    read = functools.partial(_committed, log, shard, columns=columns, rules=False)
+    if isinstance(log.store, LocalStore):
+        return read().select(columns)
+    copies, name, fetched = _copies(), f"{shard.sha256}.arrow", []
+    with contextlib.suppress(FileNotFoundError, DamagedShard):  # it is fetched, again if it is damaged
+        return read(fetch=lambda: copies.get_buffer(name)).select(columns)
+
+    def fetch() -> pa.Buffer:
+        fetched.append(log.store.get_buffer(log.shard_key(shard.id)))
+        return fetched[0]
+
+    table = read(fetch=fetch).select(columns)
+    with contextlib.suppress(StoreError, OSError):  # a full disk costs the copy alone
+        copies.put(name, fetched[0])
+    return table
 
 
-def _committed(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = None, rules: bool = True) -> pa.Table:
+def forget_old_copies() -> None:
+    """Remove the oldest of the copies that queries keep, beyond `MOST_COPIED`."""
+    copies = _copies()
+    files = sorted(copies.walk(""), key=lambda file: -file.modified_at)
+    upto = itertools.accumulate(file.num_bytes for file in files)
+    copies.delete([file.key for file, num_bytes in zip(files, upto, strict=True) if num_bytes > MOST_COPIED])
+
+
+def _copies() -> LocalStore:
+    return LocalStore(home() / "cache" / "shards")
+
+
+def _committed(
+    log: RunLog,
+    shard: Shard,
+    *,
+    columns: Sequence[str] | None = None,
+    rules: bool = True,
+    fetch: Callable[[], pa.Buffer] | None = None,
+) -> pa.Table:
     """The table of a file that has the digest in the log; its content digest is for files without a log.
 
-    Without `rules` it is only made sure that no offset leads out of a buffer.
+    Without `rules` it is only made sure that no offset leads out of a buffer. `fetch` gets the bytes, by default from
+    the store.
     """
     file = _file(log, shard)
     damaged = functools.partial(DamagedShard, shard.id, file=file)
     if shard.id in log.state.retired_shards:
         raise damaged("retention removed it; what it held can no longer be trained on")
     try:
-        data = log.store.get_buffer(log.shard_key(shard.id))
+        data = fetch() if fetch else log.store.get_buffer(log.shard_key(shard.id))
     except FileNotFoundError:
         raise damaged("the file is missing") from None
     except DigestMismatch as error:

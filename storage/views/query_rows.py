@@ -19,7 +19,7 @@ from storage.log.run_log import RunLog
 from storage.shards.reward_sets import SCHEMA as REWARD_COLUMNS
 from storage.shards.reward_sets import DamagedRewards, read_rewards
 from storage.shards.schema import SCHEMA, BadShard
-from storage.shards.shards import DamagedShard, read_columns
+from storage.shards.shards import DamagedShard, forget_old_copies, read_columns
 
 READ_AHEAD = 2 * max(4, os.cpu_count() or 1)
 """Shards that are read at once: on S3 a query waits for the server rather than for the processor."""
@@ -54,6 +54,7 @@ class ShardRows(_Rows):
 
     @classmethod
     def of(cls, log: RunLog, shards: Sequence[Shard], *, left_out: dict[str, str]) -> ShardRows:
+        forget_old_copies()
         nowhere, ipc = pa.fs.LocalFileSystem(), ds.IpcFileFormat()
         fragments = [
             ipc.make_fragment(

@@ -78,7 +78,7 @@ def train(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> None
             claim = next_claim(state, RULES)
             if claim is None:
                 end = _end(log.store)
-                if end and state.positions.issuperset(range(end)):
+                if end and state.positions >= set(range(end)):
                     return
                 time.sleep(PACE)
                 continue

@@ -25,7 +25,7 @@ import boto3
 import psutil
 import pytest
 
-from infra.services import running_services
+from infra.services import Service, running_services
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
 from storage.objects.opening import open_store
@@ -61,6 +61,8 @@ class Fault(enum.Enum):
     STOP_TRAINER = ("the trainer is stopped", None, "so it is killed", 240)
     READ_ONLY_STORE = ("the store may not be written", 2, "AccessDenied", 120)
     FULL_STORE = ("the store has no room", 28, "is full", 120)
+    FULL_DISK = ("the machine's own disk has no room", 28, "3.1 MB free", 120)
+    STOP_MLFLOW = ("MLflow's server is stopped, and goes on after a while", None, "", 240)
     KILL_NODE = ("kill -9 of the raylet", 2, "Ray's raylet has died", 60)
     STOP_NODE = ("the raylet is stopped", 2, "Ray's raylet has died", 60)
     KILL_GCS = ("kill -9 of Ray's GCS", 2, "Ray's GCS, which knows all workers, has died", 60)
@@ -80,22 +82,17 @@ def series() -> list[Fault]:
     """Faults in the order they come."""
     if not LONG:
         elsewhere = {Fault.KILL_EVERYTHING, Fault.KILL_DRIVER, Fault.STOP_WORKER, Fault.STOP_DRIVER}  # test_kill.py, …
-        elsewhere |= {
-            Fault.KILL_NODE,
-            Fault.STOP_NODE,
-            Fault.KILL_GCS,
-            Fault.STOP_GCS,
-        }  # test_liveness.py
-        elsewhere |= {Fault.STOP_TRAINER, Fault.STOP_PREFECT, Fault.READ_ONLY_STORE}  # `make chaos`
+        elsewhere |= {Fault.KILL_NODE, Fault.STOP_NODE, Fault.KILL_GCS, Fault.STOP_GCS}  # test_liveness.py
+        elsewhere |= {Fault.STOP_TRAINER, Fault.STOP_PREFECT, Fault.STOP_MLFLOW, Fault.READ_ONLY_STORE}  # `make chaos`
         return sorted(set(Fault) - elsewhere, key=lambda fault: (fault.status is not None, list(Fault).index(fault)))
     draw = random.Random(SEED)
     return [draw.choice(list(Fault)) for _ in range(LONG)]
 
 
 class Disturbed:
-    """A run in a bucket behind a proxy that can fail, on a clock that can jump."""
+    """A run in a bucket behind a proxy that can fail, on a machine whose clock can jump and whose disk can fill."""
 
-    def __init__(self, home: Home, proxy: FaultyS3, base_model: Path, prefect: psutil.Process) -> None:
+    def __init__(self, home: Home, proxy: FaultyS3, base_model: Path, services: dict[str, Service]) -> None:
         bucket = f"bucket-{uuid.uuid4().hex[:12]}"
         boto3.client("s3").create_bucket(Bucket=bucket)
         self.store = open_store(f"s3://{bucket}/store")
@@ -103,15 +100,17 @@ class Disturbed:
         self.lives: list[subprocess.Popen[str]] = []
         self.home = home
         self.proxy = proxy
-        self.prefect = prefect
+        self.services = services
         self.clock = home.path / "clock"
         self.set_clock(0)
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "clock"), os.environ.get("PYTHONPATH")]))
-        jumps = {"PYTHONPATH": path, "CLOCK_FILE": str(self.clock)}
-        home.environment |= proxy.variables | jumps
+        cache = home.path / "cache"
+        self.full = cache.with_suffix(".full")
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "machine"), os.environ.get("PYTHONPATH")]))
+        machine = {"PYTHONPATH": path, "CLOCK_FILE": str(self.clock), "FULL_DISK": str(cache)}
+        home.environment |= proxy.variables | machine
         timeouts = [f"rollout.stall_timeout={STALL_TIMEOUT}", "rollout.attempt_timeout=20"]
         self.arguments = ["train", str(SCRIPTED), f"model={base_model}", f"store={self.store.uri}"]
-        self.arguments += ["evaluation.every=0", *timeouts]
+        self.arguments += ["evaluation.every=0", f"tracking={services['mlflow'].url}", *timeouts]
 
     def start(self) -> subprocess.Popen[str]:
         """The next life, which ends by a fault."""
@@ -149,11 +148,15 @@ class Disturbed:
                 hit.kill() if fault in (Fault.KILL_NODE, Fault.KILL_GCS) else hit.suspend()
             case Fault.STOP_TRAINER:
                 self.home.process_of(RUN, "trainer-0").suspend()
-            case Fault.STOP_DRIVER | Fault.STOP_PREFECT:
-                hit = psutil.Process(process.pid) if fault is Fault.STOP_DRIVER else self.prefect
-                hit.suspend()
-                time.sleep(20)  # as long as it stays stopped
-                hit.resume()
+            case Fault.STOP_DRIVER | Fault.STOP_PREFECT | Fault.STOP_MLFLOW:
+                service = {Fault.STOP_PREFECT: "prefect", Fault.STOP_MLFLOW: "mlflow"}.get(fault)
+                hit = [psutil.Process(self.services[service].pid if service else process.pid)]
+                hit += hit[0].children(recursive=True) if service else []
+                for each in hit:
+                    each.suspend()
+                time.sleep(20)  # as long as they stay stopped
+                for each in hit:
+                    each.resume()
             case Fault.KILL_WORKER | Fault.STOP_WORKER:
                 newest = max(self.home.path.glob(f"logs/{RUN}/rollout-*.log"), key=lambda log: log.stat().st_mtime)
                 worker = self.home.process_of(RUN, newest.stem)
@@ -162,6 +165,8 @@ class Disturbed:
                 self.proxy.fail(StoreFault.READ_ONLY, times=ALWAYS)
             case Fault.FULL_STORE:
                 self.proxy.fail(StoreFault.QUOTA_EXCEEDED, times=ALWAYS)
+            case Fault.FULL_DISK:
+                self.full.touch()
             case Fault.STORE_ERRORS:
                 for kind in (StoreFault.SLOW_DOWN, StoreFault.INTERNAL_ERROR, StoreFault.CONFLICT):
                     self.proxy.fail(kind, times=2)
@@ -186,7 +191,7 @@ def disturbed(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
     with FaultyS3(moto).running() as proxy:
-        run = Disturbed(home, proxy, base_model, psutil.Process(running_services(services_home)["prefect"].pid))
+        run = Disturbed(home, proxy, base_model, running_services(services_home))
         yield run
         for life in run.lives:
             if life.poll() is None:
@@ -248,6 +253,7 @@ def test_every_fault_has_its_outcome_and_none_changes_the_weights(disturbed: Dis
             assert not alive, f"{fault} left {alive}"
             process = None
             run.proxy.heal()
+            run.full.unlink(missing_ok=True)
         assert fault.sentence in run.output()[said:], f"{fault}\n{run.output()[said:]}"
         longest = max(longest, time.monotonic() - inflicted)
         state = run.state()

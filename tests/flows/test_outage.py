@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from infra.ports import free_port
@@ -127,6 +128,28 @@ def test_servers_that_are_away_for_a_third_of_a_run_know_everything_afterwards(
         assert noise not in said()
     _assert_mlflow_has_all_of_it_once(log, control_plane.mlflow)
     _assert_prefect_has_all_of_it(f"{control_plane.prefect}/api")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_whose_own_prefect_server_is_killed_ends_by_itself_with_all_its_steps(
+    tmp_path: Path, base_model: Path
+) -> None:
+    home = Home(tmp_path, "")
+    del home.environment["PREFECT_API_URL"]  # so it starts a server beside it
+    log, steps = RunLog(LocalStore(tmp_path / "store"), "scripted"), 40
+    process = home.start("train", str(SCRIPTED), f"model={base_model}", f"steps={steps}", "evaluation.every=0")
+    home.wait(process, lambda: log.refresh().step >= 5)
+    family = psutil.Process(process.pid).children()
+    [server] = [child for child in family if "prefect.server" in " ".join(child.cmdline())]
+    server.kill()
+    home.wait(process, lambda: log.refresh().ended is not None)
+    assert process.wait(timeout=60) == 0, home.said()
+    assert (log.refresh().step, log.state.ended and log.state.ended.outcome) == (steps, "finished")
+    said = (tmp_path / "output.txt").read_text()
+    assert said.count("Prefect does not know that the run has ended") == 1, said
+    for noise in ("Still processing", "Error logging", "failed to process", "Service '", "Traceback"):
+        assert noise not in said
 
 
 def _assert_mlflow_has_all_of_it_once(log: RunLog, uri: str) -> None:

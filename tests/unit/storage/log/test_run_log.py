@@ -81,13 +81,13 @@ class _Slow(MemoryStore):
         return values
 
 
-@pytest.mark.parametrize("most_unpacked", [1000, 5])
+@pytest.mark.parametrize("segment_sizes", [(100, 10_000), (5, 10)])
 def test_threads_that_share_a_log_fold_each_entry_once_and_leave_no_gap(
-    monkeypatch: pytest.MonkeyPatch, most_unpacked: int
+    monkeypatch: pytest.MonkeyPatch, segment_sizes: tuple[int, int]
 ):
-    """A call that is cancelled leaves its thread behind, and the next call begins beside it; also while the log is
-    opened again."""
-    monkeypatch.setattr("storage.log.run_log._MOST_UNPACKED", most_unpacked)
+    """A call that is cancelled leaves its thread behind, and the next call begins beside it; also while entries are
+    packed."""
+    monkeypatch.setattr(RunLog, "segment_sizes", segment_sizes)
     store = _Slow()
     log = a_log(store)
     with ThreadPoolExecutor(8) as threads:

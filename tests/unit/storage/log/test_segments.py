@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
 import pytest
 
-from storage.log.entries import Alias, Session, Shard
+from storage.log.entries import Alias, LogEntry, Session, Shard
 from storage.log.run_log import RunLog
-from storage.log.run_state import Conflict, LogDamaged
-from storage.log.segments import read_entry
+from storage.log.run_state import Conflict, LogDamaged, RunState
+from storage.log.segments import _ENTRIES_UNPACKED, read_entry
 from storage.objects.object_store import StoreError
 from tests.builders import MemoryStore, a_log, a_shard, a_step, a_summary
 
@@ -46,6 +47,8 @@ def test_every_complete_block_of_entries_becomes_a_segment():
 
 def test_only_what_is_asked_for_is_unpacked(monkeypatch: pytest.MonkeyPatch):
     log = _run(7)
+    kinds = [type(entry.body) for entry in log.entries]
+    group = log.state.groups["0.task3"]
     read: list[int] = []
 
     def reading(document: bytes, *, number: int, source: str) -> Any:
@@ -56,9 +59,9 @@ def test_only_what_is_asked_for_is_unpacked(monkeypatch: pytest.MonkeyPatch):
     reopened = RunLog(log.store, "run")
     reopened.refresh()
     eager = list(read)
-    assert {type(log.entries[number].body) for number in eager} == {Session}
-    assert reopened.state.groups["0.task3"] == log.state.groups["0.task3"]
-    assert [type(log.entries[number].body) for number in read[len(eager) :]] == [Shard]
+    assert {kinds[number] for number in eager} == {Session}
+    assert reopened.state.groups["0.task3"] == group
+    assert [kinds[number] for number in read[len(eager) :]] == [Shard]
 
 
 def test_a_reopened_log_knows_the_groups_and_steps_in_its_segments():
@@ -72,21 +75,37 @@ def test_a_reopened_log_knows_the_groups_and_steps_in_its_segments():
     assert log.state.steps[1:3] == _run(4).state.steps[1:3]
 
 
-def test_a_log_that_stays_open_lets_go_of_what_is_in_segments(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("storage.log.run_log._MOST_UNPACKED", 10)
+def test_a_log_that_stays_open_holds_all_but_the_newest_entries_packed():
     reader = RunLog(store := MemoryStore(), "run")
     writer = _run(4, store)
     for number in range(4, 20):
         writer.append(a_shard(f"s{number}", [a_summary(2 * number), a_summary(2 * number + 1)]))
         writer.append(a_step(writer.state, trained=[f"0.task{2 * number}"]))
         reader.refresh()
-    monkeypatch.setattr("storage.log.run_log._MOST_UNPACKED", 10**9)
     grown = RunLog(store, "run")
     grown.segment_sizes = (10**6, 10**7)  # never there, so it reads entry by entry
     grown.refresh()
+    assert grown.entries.num_unpacked == grown.state.entries
     for log in (writer, reader):
-        assert len(log.entries) == log.state.entries > 40 and len(log.entries._added) < 20
+        assert len(log.entries) == log.state.entries > 40 and log.entries.num_unpacked < SIZE
         assert grown.state == log.state and list(grown.entries) == list(log.entries)
+
+
+def test_a_fold_goes_as_soon_as_its_log_does_and_holds_no_more_than_it_must():
+    """Without the garbage collector, which may not come by for hours; a record is 30 times its entry in a segment."""
+    store = MemoryStore()
+    _run(200, store)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            log = RunLog(store, "run")
+            log.refresh()
+            assert (len(list(log.entries)), log.state.outcomes["0.task0"]) == (602, "trained")
+        folds, records = (sum(isinstance(each, kind) for each in gc.get_objects()) for kind in (RunState, LogEntry))
+        assert folds == 1 and records <= _ENTRIES_UNPACKED + SIZE
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("damage", ["truncated", "bit-flipped", "empty", "another place's", "another run's", "missing"])

@@ -376,9 +376,9 @@ def test_the_log_is_decoded_once(log: RunLog, monkeypatch: pytest.MonkeyPatch):
     _train(log, steps=60, state_every=10)
     log.append(Alias(name="shipped", version=33, checksum=""))
     decoded: Counter[int] = Counter()
-    decode = log_segments.Archive._entry
+    read = log_segments.read_entry
     monkeypatch.setattr(
-        log_segments.Archive, "_entry", lambda self, number: decoded.update([number]) or decode(self, number)
+        log_segments, "read_entry", lambda *a, number, **k: decoded.update([number]) or read(*a, number=number, **k)
     )
     # The least a cache can hold: what is asked for twice is decoded twice.
     uncached = SimpleNamespace(lru_cache=lambda maxsize: lambda function: function)

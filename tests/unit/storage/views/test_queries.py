@@ -240,6 +240,30 @@ def test_one_flipped_bit_of_a_shard_of_megabytes_is_found_by_any_query(store: Lo
         data[place] ^= 1
 
 
+def test_a_shard_from_elsewhere_is_fetched_by_the_first_query_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All of it, as its digest is of all of it; the copy is verified each time, and fetched again if it has changed."""
+    fetched: list[str] = []
+
+    class Elsewhere(MemoryStore):
+        def get_buffer(self, key: str) -> pa.Buffer:
+            fetched.append(key)
+            return super().get_buffer(key)
+
+    log = _a_run(Elsewhere())
+    copy = tmp_path / "cache" / "shards" / f"{log.state.shards['s0'].sha256}.arrow"
+    count = "SELECT count(*), sum(reward) FROM trajectories WHERE shard_id = 's0'"
+    for change, num_fetched in ((b"", 1), (b"", 0), (b"x", 1), (b"", 0)):
+        if change:
+            copy.write_bytes(copy.read_bytes()[:-1] + change)
+        fetched.clear()
+        queries = open_queries(log)
+        assert _rows(queries, count) == _rows(queries, count) == [(6, 3.0)] and not queries.left_out
+        assert fetched == [log.shard_key("s0")] * num_fetched
+    monkeypatch.setattr("storage.shards.shards.MOST_COPIED", 10)
+    open_queries(log)
+    assert not copy.exists()
+
+
 @pytest.mark.server
 def test_a_shard_whose_checksum_on_the_server_differs_is_left_out(
     bucket: str, server: dict[str, str], monkeypatch: pytest.MonkeyPatch

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import uuid
 from collections.abc import Iterator
+from types import SimpleNamespace
 
+import httpx
 import pytest
+from prefect.events import Event
+from prefect.events.clients import NullEventsClient, PrefectEventsClient
+from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
 from tasks.prefect import outages
 
@@ -58,3 +65,40 @@ def test_the_loggers_and_words_are_still_those_of_the_installed_prefect() -> Non
     assert {clients.logger.name, logger.name} == set(outages._COMPLAINING)
     said = inspect.getsource(clients) + inspect.getsource(services)
     assert all(f'"{words}' in said for words in outages._COMPLAINTS)
+
+
+async def test_the_end_of_a_run_drops_what_a_server_that_stays_away_cannot_take(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prefect would try for 8 s for each event, and for a minute for each state of the flow run."""
+
+    class Away:
+        async def __aenter__(self) -> Away:
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def read_flow_run(self, _: object) -> None:
+            raise httpx.ConnectError("All connection attempts failed")
+
+    monkeypatch.setattr(outages, "get_client", Away)
+    monkeypatch.setattr(outages, "LONGEST_WAIT", 0.6)
+    context = SimpleNamespace(flow_run=SimpleNamespace(id=uuid.uuid4()))
+    monkeypatch.setattr(outages.FlowRunContext, "get", lambda: context)
+    monkeypatch.setattr(get_current_settings().client, "max_retries", 5)
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        try:
+            outages.EventsWorker.set_client_override(PrefectEventsClient)
+            sending = outages.EventsWorker.instance()
+            for _ in range(100):
+                sending.send(Event(event="e", resource={"prefect.resource.id": "r"}))
+            assert not await outages.prefect_answers()
+            assert get_current_settings().client.max_retries == 0
+            await asyncio.wait_for(asyncio.wrap_future(sending._drain()), 10)
+            new = outages.EventsWorker.instance()
+            assert new is not sending and new.client_type is NullEventsClient
+            await new.drain()
+        finally:
+            outages.EventsWorker.set_client_override(None)
+    context.flow_run = None
+    assert await outages.prefect_answers(), "outside of a flow run nothing waits"
