@@ -17,6 +17,7 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.thoughts import ThoughtParser
 from rollouts.chat.tool_parsing import ToolParser
 from rollouts.chat.tools import ToolUnavailable
+from rollouts.engines.draws import seed_of
 from rollouts.engines.engine import Engine, EngineError
 from rollouts.rewards.reward_shaping import check_weights, shaped
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
@@ -53,7 +54,7 @@ class Player:
         sampling: Sampling,
         is_eval: bool,
     ) -> RolloutGroup:
-        """All attempts at a task.
+        """All attempts at a task; from `sampling.seed`, that of the task, each has a seed of its own.
 
         Raises what is wrong with the workflow itself, see `WrongWorkflow`; `InvalidInput` for a weight of a reward part
         that does not exist; and `RewardTimeout` if `reward.on_timeout = "fail"`.
@@ -133,6 +134,8 @@ class Player:
 
     async def _attempt(self, task: Task, group_id: str, attempt: int, sampling: Sampling, is_eval: bool) -> Trajectory:
         limits = self.config.rollout
+        if sampling.seed is not None:
+            sampling = dataclasses.replace(sampling, seed=seed_of(sampling.seed, attempt))
         CONTEXT.set(WorkflowContext(is_eval=is_eval, task_id=task.id, attempt=attempt))
         set_reward_pool(self.rewards)
         chat = Chat(

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
+from rollouts.engines.draws import seed_of
 from rollouts.production.attempts import Player, token_bytes
 from rollouts.production.failures import FirstBatch
 from rollouts.production.prompts import Prompt
@@ -249,7 +250,7 @@ class Executor:
             position=prompt.position,
             epoch=prompt.epoch,
             n_samples=self.config.n_samples,
-            sampling=self.sampling,
+            sampling=dataclasses.replace(self.sampling, seed=seed_of(self.config.seed, prompt.position, prompt.retry)),
             is_eval=False,
         )
 

@@ -295,6 +295,31 @@ async def test_a_prompt_that_came_to_nothing_runs_again_as_often_as_allowed(
     assert sum(group.accepted for group in groups) == 4
 
 
+async def test_draws_follow_from_seed_place_try_and_attempt_whatever_else_runs(tokens: ChatTokens):
+    def seeds(groups: list[RolloutGroup]) -> dict[tuple[int, bool, int], int | None]:
+        turns = [(group, attempt, attempt.turns[0]) for group in groups for attempt in group.trajectories]
+        return {(group.position, group.will_retry, each.attempt): turn.seed for group, each, turn in turns}
+
+    def but_once() -> Play:
+        failed: list[str] = []
+
+        async def play(task: Task, chat: Chat) -> Score:
+            score = await _answer(task, chat)
+            if task.id == "task3" and len(failed) < 2:
+                failed.append(task.id)
+                raise KeyError("board")
+            return score
+
+        return play
+
+    limits: dict[str, Any] = {"num_tasks": 5, "retries": 1, "total_groups": 4, "seed": 3}
+    alone = seeds(await _everything(tokens, but_once(), max_concurrent=1, **limits))
+    assert alone == seeds(await _everything(tokens, but_once(), max_concurrent=4, **limits))
+    assert len(alone) == len(set(alone.values())) == 2 * (4 + 1) and None not in alone.values()
+    other = seeds(await _everything(tokens, but_once(), **{**limits, "seed": 4}))
+    assert not set(alone.values()) & set(other.values())
+
+
 async def test_a_group_over_the_bound_is_given_up_and_its_room_used(tokens: ChatTokens):
     hung: list[str] = []
 
