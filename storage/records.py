@@ -86,6 +86,8 @@ class ToolCall:
     """True if the tool raised or timed out."""
     seconds: float = 0.0
     """Wall-clock of the execution."""
+    timed_out: bool = False
+    """True if it was given up; shards do not keep it."""
 
     def __post_init__(self) -> None:
         _make_well_formed(self)
@@ -208,6 +210,8 @@ class RolloutGroup:
     """Unix seconds at admission."""
     will_retry: bool = False
     """True if the group failed and its prompt runs again, under another group id."""
+    owes: str = ""
+    """What in it depends on the clock, or on anything else that draws and replies do not decide; for the log."""
 
     def __post_init__(self) -> None:
         _make_well_formed(self)

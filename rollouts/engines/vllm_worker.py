@@ -9,6 +9,7 @@ its part of the weights.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -92,7 +93,7 @@ class ReloadExtension:
         runner, batch = self.model_runner, self.model_runner.input_batch
         asked = [runner.requests[request_id].sampling_params.extra_args for request_id in batch.req_ids]
         rows = [row for row, extra in enumerate(asked) if extra and DRAW in extra]
-        draws_R = np.array([asked[row][DRAW] for row in rows], dtype=np.int64).reshape(-1, 2)
+        draws_R = np.fromiter(itertools.chain.from_iterable(asked[row][DRAW] for row in rows), np.int64).reshape(-1, 2)
         # Counted by what is computed in this step: also right after a preemption, and when outputs come a step later.
         tokens_R = runner.optimistic_seq_lens_cpu.numpy()[rows] - batch.num_prompt_tokens[rows]
         return rows, nth_seeds(draws_R[:, 0], draws_R[:, 1] + tokens_R)

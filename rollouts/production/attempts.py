@@ -21,10 +21,11 @@ from rollouts.engines.draws import seed_of
 from rollouts.engines.engine import Engine, EngineError
 from rollouts.rewards.reward_shaping import check_weights, shaped
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
-from rollouts.workflow import CONTEXT, Score, Workflow, WorkflowContext, WrongWorkflow, as_score
+from rollouts.workflow import CONTEXT, OWED, Score, Workflow, WorkflowContext, WrongWorkflow, as_score
 from settings.errors import failure_text
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
+from storage.log.claims import BY_MOMENT
 from storage.records import RolloutGroup, Sampling, Status, Task, Trajectory
 
 
@@ -60,6 +61,7 @@ class Player:
         that does not exist; and `RewardTimeout` if `reward.on_timeout = "fail"`.
         """
         queued_at = time.time()
+        OWED.set(owed := [])
         try:
             async with asyncio.TaskGroup() as attempts:
                 started = [
@@ -83,7 +85,12 @@ class Player:
             queued_at=queued_at,
         )
         reason = "" if is_eval else self._reject_reason(group, scored)
-        return dataclasses.replace(group, accepted=not reason, reject_reason=reason)
+        owed += [each.status for each in scored if each.status in BY_MOMENT]
+        owed += [
+            "a tool's time limit" for t in scored for turn in t.turns for call in turn.tool_calls if call.timed_out
+        ]
+        owes = ", ".join(sorted(set(owed)))
+        return dataclasses.replace(group, accepted=not reason, reject_reason=reason, owes=owes)
 
     def _reject_reason(self, group: RolloutGroup, scored: list[Trajectory]) -> str:
         rewards = [trajectory.reward for trajectory in group.usable]

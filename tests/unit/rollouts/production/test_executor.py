@@ -166,6 +166,7 @@ async def test_one_of_eight_that_fails_or_hangs_leaves_seven(
         failed = group.trajectories[3]
         assert (failed.status, failed.reward) == (status, None)
         assert words in in_one_line(failed.error)
+        assert group.owes == (status if status in ("engine_error", "timeout") else ""), "the others fail alike again"
 
 
 async def test_a_group_with_too_few_usable_attempts_is_kept_but_not_accepted(tokens: ChatTokens):
@@ -315,6 +316,7 @@ async def test_draws_follow_from_seed_place_try_and_attempt_whatever_else_runs(t
     limits: dict[str, Any] = {"num_tasks": 5, "retries": 1, "total_groups": 4, "seed": 3}
     alone = seeds(await _everything(tokens, but_once(), max_concurrent=1, **limits))
     assert alone == seeds(await _everything(tokens, but_once(), max_concurrent=4, **limits))
+    assert {position for position, _, _ in alone} == {0, 1, 2, 3}, "one that runs again keeps its room"
     assert len(alone) == len(set(alone.values())) == 2 * (4 + 1) and None not in alone.values()
     other = seeds(await _everything(tokens, but_once(), **{**limits, "seed": 4}))
     assert not set(alone.values()) & set(other.values())
