@@ -84,6 +84,15 @@ CONTEXT: contextvars.ContextVar[WorkflowContext] = contextvars.ContextVar("workf
 """Set by the executor at the start of an attempt's own asyncio task."""
 
 
+OWED: contextvars.ContextVar[list[str]] = contextvars.ContextVar("owed")
+"""Set for each group: what in it depends on the clock or on a service elsewhere, see `RolloutGroup.owes`."""
+
+
+def owe(what: str) -> None:
+    """Record that this code's group depends on something that draws and replies do not decide."""
+    OWED.get([]).append(what)
+
+
 def workflow_context() -> WorkflowContext:
     """The context of the attempt that runs this code; `LookupError` outside of one."""
     return CONTEXT.get()

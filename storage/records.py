@@ -86,6 +86,8 @@ class ToolCall:
     """True if the tool raised or timed out."""
     seconds: float = 0.0
     """Wall-clock of the execution."""
+    timed_out: bool = False
+    """True if it was given up; shards do not keep it."""
 
     def __post_init__(self) -> None:
         _make_well_formed(self)
@@ -120,6 +122,8 @@ class Turn:
     the restricted distribution."""
     adapters: dict[int, str] = field(default_factory=dict)
     """Policy version → digest of the adapter the engine held under it, for the versions above that are adapters."""
+    seed: int | None = None
+    """That of its sequence, from which each token was drawn by turn and position; None for the engine's own stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +141,8 @@ class Sampling:
     max_tokens: int = 256
     """Longest reply of one turn, in tokens."""
     seed: int | None = None
-    """Seed of the request; None for the engine's own stream."""
+    """From which the tokens are drawn, see `rollouts/engines/draws.py`; None for the engine's own stream. In a row of a
+    shard: the seed of its sequence, which turn and position in the reply make one for each token."""
     logprobs_mode: str = "processed_logprobs"
     """`processed_logprobs`: after temperature, top-k and top-p; `raw_logprobs`: before."""
 
@@ -205,6 +210,8 @@ class RolloutGroup:
     """Unix seconds at admission."""
     will_retry: bool = False
     """True if the group failed and its prompt runs again, under another group id."""
+    owes: str = ""
+    """What in it depends on the clock, or on anything else that draws and replies do not decide; for the log."""
 
     def __post_init__(self) -> None:
         _make_well_formed(self)

@@ -22,6 +22,7 @@ from typing import Literal
 from infra.weight_broadcast import Broadcast, send
 from settings.errors import failure_text
 from settings.run_file import RunConfig
+from storage.log.claims import owed_by
 from storage.log.entries import Claim, Policy, Step
 from storage.log.run_state import Conflict
 from storage.log.runs import open_run
@@ -214,6 +215,7 @@ class TrainerWorker:
                 state_path=state_path,
                 session_id=session_id,
                 by_attempt=True,
+                owes=owed_by(self._log.state, claim, self._trainer.config),
             )
         )
 

@@ -57,6 +57,7 @@ def run_status(log: RunLog, config: dict[str, Any] | None = None) -> dict[str, A
     """The run in numbers; None for what it does not have yet. Accuracies are held-out scores, 0 to 1; times are in
     seconds since 1970. `config` is the run's configuration, read if it is not given."""
     from settings.run_file import changed_settings
+    from storage.log.claims import following
     from storage.log.promotion import CHAMPION
     from storage.log.runs import own_scores, run_config
 
@@ -101,6 +102,7 @@ def run_status(log: RunLog, config: dict[str, Any] | None = None) -> dict[str, A
         "mlflow_model": registration.model_name if registration else None,
         "mlflow_version": registration.registry_version if registration else None,
         "paused": state.paused or None,
+        "reproducible": following(state, config) or None,
         "shards": len(state.shards),
         "trajectories": state.num_trajectories,
         **state.counters(),
@@ -171,7 +173,6 @@ def status_table(status: dict[str, Any], *, one_line_each: bool = False) -> Tabl
 def _facts(status: dict[str, Any]) -> dict[str, str]:
     """What there is to say, by name; empty for what does not deserve a line."""
     known = {key: value for key, value in status.items() if value is not None}
-    steps = counted(status["step"], "step")
     of = f"{status['step']} of {known['target_steps']}" if "target_steps" in known else str(status["step"])
     version = "none yet"
     if "weight_version" in known:
@@ -190,6 +191,7 @@ def _facts(status: dict[str, Any]) -> dict[str, str]:
         "model": known.get("model", "made from the workflow's demonstrations" if "workflow" in known else ""),
         "steps": of + (f", paused: {status['paused']}" if "paused" in known else ""),
         "time": begun,
+        "as filed": known.get("reproducible", ""),
         "reward": reward_text(status) if "reward_steps" in known else "",
         "held-out": _held_out(status),
         "policy": version + (f"; champion {status['champion']}" if "champion" in known else "; no champion"),
@@ -197,7 +199,7 @@ def _facts(status: dict[str, Any]) -> dict[str, str]:
         "groups": f"{status['submitted']} submitted" + (f" = {groups}" if groups else ""),
         "shards": f"{status['shards']} with {counted(status['trajectories'], 'training row')}, "
         f"{status['quarantined']} quarantined",
-        "memory": f"at most {status['peak_memory_bytes'] / 2**30:.2f} GiB in {steps}" if status["step"] else "",
+        "memory": f"at most {status['peak_memory_bytes'] / 2**30:.2f} GiB" if status["step"] else "",
         "weights": known.get("policy", ""),
         "settings": ", ".join(f"{key} = {_value(value)}" for key, value in status["settings"].items())
         or "all at their defaults",
@@ -331,8 +333,7 @@ def runs(store: StoreOption = "", as_json: JsonOption = False) -> None:
             if text := f"is damaged: {run['damaged']}" if run["damaged"] else run["ended"]:
                 console.print(Text(one_line(f"{run['run']} {text}"), style="yellow"), soft_wrap=True)
     else:
-        train = command("train", "RUNFILE")
-        console.print(escape(f"no runs in {opened.uri} yet; `{train}` makes one"), soft_wrap=True)
+        console.print(escape(f"no runs in {opened.uri} yet; `{command('train', 'RUNFILE')}` makes one"), soft_wrap=True)
 
 
 def list_runs(store: ObjectStore) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from rollouts.chat.stopping import Stopping
 from rollouts.chat.thoughts import ThoughtParser
 from rollouts.chat.tool_parsing import ParsedReply, ToolParser
 from rollouts.chat.tools import Tool, run_calls
+from rollouts.engines.draws import nth_seed, seed_of
 from rollouts.engines.engine import Engine
 from settings.errors import InvalidInput
 from storage.records import Message, Sampling, ToolCall, Turn
@@ -71,7 +72,10 @@ class _Branch:
     replied_at: float = 0.0
     """Time of the last reply, by `time.perf_counter`."""
     sequence_idx: int = -1
-    """Given with the first reply."""
+    """Given with the first request."""
+    seed: int | None = None
+    """From which its tokens are drawn, by turn and position."""
+    num_turns: int = 0
     busy: bool = False
     """True while the engine writes the next reply."""
 
@@ -84,7 +88,7 @@ class Chat:
     tokens: ChatTokens
     """The model's tokenizer and chat template."""
     sampling: Sampling
-    """How replies are drawn."""
+    """How replies are drawn; its seed is that of the attempt."""
     max_model_len: int
     request_id: str
     tool_parser: ToolParser | None = None
@@ -108,6 +112,8 @@ class Chat:
     out_of_room: bool = dataclasses.field(default=False, init=False)
     """True if the last request found no room for a token."""
     _num_requests: int = dataclasses.field(default=0, init=False)
+    _sequences: dict[int, int | None] = dataclasses.field(default_factory=dict, init=False)
+    """Index → seed, of those that have begun."""
     _num_tool_turns: int = dataclasses.field(default=0, init=False)
     _branches: list[_Branch] = dataclasses.field(default_factory=list, init=False)
 
@@ -173,7 +179,10 @@ class Chat:
         if self.out_of_room:
             raise OutOfRoom(f"{len(prompt_ids)} tokens of {self.max_model_len} are used")
         limits = [limit for limit in (self.sampling.max_tokens, room, max_tokens) if limit is not None]
-        sampling = dataclasses.replace(self.sampling, max_tokens=min(limits))
+        if branch.reply is None:
+            self._begin(branch, prompt_ids)
+        seed = None if branch.seed is None else nth_seed(branch.seed, branch.num_turns)
+        sampling = dataclasses.replace(self.sampling, max_tokens=min(limits), seed=seed)
         request_id = f"{self.request_id}/{self._num_requests}"
         self._num_requests += 1
         branch.busy = True
@@ -195,11 +204,14 @@ class Chat:
             parsed = ParsedReply(content=answer, tool_calls=[])
             if schemas and self.tool_parser is not None:
                 parsed = await self.tool_parser.parse(answer, schemas)
+        except BaseException:
+            if branch.reply is None:
+                del self._sequences[branch.sequence_idx]
+            raise
         finally:
             branch.busy = False
         # No await from here on: a request that runs at the same time sees the whole turn or nothing of it.
         if branch.reply is None:
-            branch.sequence_idx = len(self._branches)
             self._branches.append(branch)
         turn = Turn(
             context_ids=context_ids,
@@ -213,6 +225,7 @@ class Chat:
             stopped_by=stopped_by,
             constraint=constraint,
             adapters=generation.adapters,
+            seed=branch.seed,
         )
         reply = Reply(
             **vars(parsed),
@@ -231,8 +244,20 @@ class Chat:
         self.recorded += [*(dataclasses.replace(each, is_completion=False, answer=None) for each in new), message]
         self.messages = [*messages, message]
         branch.messages, branch.ids = list(self.messages), [*prompt_ids, *generation.token_ids]
-        branch.reply, branch.replied_at = reply, time.perf_counter()
+        branch.reply, branch.replied_at, branch.num_turns = reply, time.perf_counter(), branch.num_turns + 1
         return reply
+
+    def _begin(self, branch: _Branch, prompt_ids: list[int]) -> None:
+        """Give a sequence its index, in the order of their first requests, and its seed.
+
+        The seed follows from the tokens that it begins with, and from nothing that happens at the same time. Of
+        sequences that begin alike the second has another one, and so on; one whose first request failed does not count.
+        """
+        branch.sequence_idx = max(self._sequences, default=-1) + 1
+        if self.sampling.seed is not None:
+            seeds = (seed_of(self.sampling.seed, prompt_ids, number) for number in itertools.count())
+            branch.seed = next(seed for seed in seeds if seed not in self._sequences.values())
+        self._sequences[branch.sequence_idx] = branch.seed
 
     async def _stopping(
         self, strings: Sequence[str], schemas: list[dict[str, Any]], *, opened: bool

@@ -151,7 +151,7 @@ async def _run(request: CallRequest, tools: dict[str, Tool], timeout: float) -> 
         execution.cancel()
     seconds = time.perf_counter() - started
     if not execution.done():
-        return record(result=f"error: timed out after {timeout:g} s", seconds=seconds), None
+        return record(result=f"error: timed out after {timeout:g} s", seconds=seconds, timed_out=True), None
     result = execution.result()
     if isinstance(result, str):
         return record(result=result, failed=False, seconds=seconds), None

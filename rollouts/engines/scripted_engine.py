@@ -20,7 +20,7 @@ from storage.policies.adapters import has_adapter
 from storage.records import Sampling
 
 Reply = Callable[[list[int], str], list[int]]
-"""(prompt ids, request id) → reply ids, the end token included."""
+"""(prompt ids, the seed of the request, or its id if it has none) → reply ids, the end token included."""
 
 
 class ScriptedEngine:
@@ -52,7 +52,7 @@ class ScriptedEngine:
         self.running += 1
         self.peak_running = max(self.peak_running, self.running)
         try:
-            reply = self._reply(prompt_ids, request_id)
+            reply = self._reply(prompt_ids, request_id if sampling.seed is None else str(sampling.seed))
             if until is not None:
                 reply = reply[: until(reply) or len(reply)]
             token_ids = reply[: sampling.max_tokens]
@@ -102,11 +102,11 @@ class ScriptedEngine:
         return None
 
 
-def random_reply(*, seed: int, alphabet: list[int], end_id: int, longest: int) -> Reply:
-    """Replies of 1 … `longest` tokens from `alphabet`: a pure function of seed, prompt and request id."""
+def random_reply(*, alphabet: list[int], end_id: int, longest: int) -> Reply:
+    """Replies of 1 … `longest` tokens from `alphabet`: a pure function of the prompt and the request's seed."""
 
-    def reply(prompt_ids: list[int], request_id: str) -> list[int]:
-        digest = hashlib.sha256(f"{seed}/{request_id}/{prompt_ids}".encode()).digest()
+    def reply(prompt_ids: list[int], draw: str) -> list[int]:
+        digest = hashlib.sha256(f"{draw}/{prompt_ids}".encode()).digest()
         length = 1 + digest[0] % longest
         return [alphabet[digest[1 + i] % len(alphabet)] for i in range(length)] + [end_id]
 

@@ -31,7 +31,7 @@ from infra.weight_broadcast import Broadcast
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, Until, UpdateMode, WeightUpdate
 from rollouts.engines.vllm_core import CoreStart, in_processes_of_its_own
 from rollouts.engines.vllm_lora import adapter_arguments, check_applied, slot_request
-from rollouts.engines.vllm_requests import end_token_ids, sampling_parameters
+from rollouts.engines.vllm_requests import Draws, end_token_ids, sampling_parameters, with_draws
 from rollouts.engines.vllm_worker import results
 from settings.errors import InvalidInput
 from storage.objects.digests import read_seal, sha256_of_json
@@ -108,6 +108,7 @@ class VllmEngine:
         self._as_input: Callable[[list[int]], Any]
         self._refusal: type[Exception]
         """What vLLM raises for a request that it cannot follow."""
+        self._draws: Draws
         self._stop_ids: list[int] = []
         self._served: _Weights
         self._checksums: dict[str, str] = {}
@@ -140,6 +141,7 @@ class VllmEngine:
         arguments = in_processes_of_its_own(self._arguments)
         with self._core.starting():
             self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
+        self._draws = (await self.llm.collective_rpc("own_draws"))[0]
         enable_envs_cache()  # as the core does; otherwise every request looks up some variables, slowly
         if self._base_folder is not None:
             self._slot = slot_request()
@@ -165,11 +167,10 @@ class VllmEngine:
         started = time.perf_counter()
         for part_idx in itertools.count():
             aborts_ended = self._aborts_ended
-            # With the seed of the part before it, a part would repeat that part's random numbers.
-            seed = None if sampling.seed is None else sampling.seed + len(token_ids)
-            part = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - len(token_ids), seed=seed)
+            part = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - len(token_ids), seed=None)
             name = f"{request_id}.part{part_idx}" if part_idx else request_id
             parameters = sampling_parameters(part, tuple(self._stop_ids), until is not None, constraint)
+            parameters = with_draws(parameters, self._draws, seed=sampling.seed, position=len(token_ids))
             completion = await self._sample(prompt_ids, token_ids, parameters, name, until)
             token_ids += completion.token_ids
             logprobs += completion.logprobs.logprobs

@@ -5,20 +5,42 @@ In: sampling settings, and a model folder. Out: vLLM's sampling parameters, and 
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from rollouts.engines.draws import DRAW
 from rollouts.engines.engine import EngineError
 from storage.records import Sampling
+
+Draws = Literal["ours", "hashed", "streamed"]
+"""Who makes a request's seed random numbers: `ReloadExtension.own_draws` on CPUs; vLLM, from seed and position in the
+sequence; or vLLM's older runner on GPUs, from a generator that it seeds."""
+
+
+def with_draws(parameters: Any, draws: Draws, *, seed: int | None, position: int) -> Any:
+    """A request's parameters with its randomness; `position` is that of its first token in the reply.
+
+    The first kind counts on from there. The second does so by itself: the tokens before it are in the request's prompt.
+    The third would repeat the numbers of the reply's part before this one.
+    """
+    if seed is None:
+        return parameters
+    parameters = copy.copy(parameters)  # shallow: what is shared is not changed
+    if draws == "ours":
+        parameters.extra_args = {DRAW: (seed, position)}
+    else:
+        parameters.seed = seed + position if draws == "streamed" else seed
+    return parameters
 
 
 @functools.lru_cache(maxsize=16)
 def sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...], streams: bool, constraint: str) -> Any:
-    """vLLM's sampling parameters; `streams` if every token is looked at as it comes.
+    """vLLM's sampling parameters without a seed; `streams` if every token is looked at as it comes.
 
-    vLLM copies them for each request, so attempts without a seed share one object.
+    Attempts share one object, see `with_draws`.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -28,7 +50,6 @@ def sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...], streams: 
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         max_tokens=sampling.max_tokens,
-        seed=sampling.seed,
         logprobs=0,  # only the sampled token's
         flat_logprobs=True,  # lists, not a dictionary and an object per token
         stop_token_ids=list(stop_ids),

@@ -1,4 +1,5 @@
-"""Millrace's extension of vLLM's workers: a weight reload that also renews what was derived from the weights.
+"""Millrace's extension of vLLM's workers: a weight reload that also renews what was derived from the weights, and draws
+that belong to their token.
 
 In: a policy folder, or a broadcast of its weights. Out: new weights in every worker. vLLM mixes this class into its
 worker (`worker_extension_cls`). An engine of several parts has a worker per part: all of them answer, and each takes
@@ -8,12 +9,17 @@ its part of the weights.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from infra.weight_broadcast import Broadcast, receive
+from rollouts.engines.draws import DRAW, nth_seeds
 from rollouts.engines.engine import EngineError
+from rollouts.engines.vllm_requests import Draws
 from settings.errors import InvalidInput
 
 logger = logging.getLogger("millrace.engine")
@@ -52,6 +58,45 @@ class ReloadExtension:
     device: Any
     rank: int
     """Rank among the workers of the engine."""
+
+    def own_draws(self) -> Draws:
+        """Let every token of a request with `DRAW` be drawn by its place, if vLLM does not do so itself.
+
+        vLLM 0.32 samples on CPUs by `fused_gumbel_argmax` with one seed a row, each from the next number of one global
+        stream. A request's own `seed` ends the engine as soon as a prompt is computed in parts.
+        """
+        if getattr(self, "use_v2_model_runner", False):
+            return "hashed"
+        sampler = self.model_runner.sampler.topk_topp_sampler
+        if sampler.forward != getattr(sampler, "forward_cpu", None):
+            return "streamed"
+        import torch
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+        def forward(logits: Any, generators: Any, k: Any, p: Any) -> Any:
+            """`TopKTopPSampler.forward_cpu` with other seeds."""
+            logits = apply_top_k_top_p(logits, k, p)
+            returned = {
+                "processed_logits": lambda: logits,
+                "processed_logprobs": lambda: logits.log_softmax(dim=-1, dtype=torch.float32),
+            }.get(sampler.logprobs_mode, lambda: None)()
+            seeds = torch.randint(0, 2**31, (logits.shape[0],), dtype=torch.long)
+            rows, token_seeds = self._token_seeds()
+            seeds[rows] = torch.from_numpy(token_seeds)
+            return torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), seeds), returned
+
+        sampler.forward = forward
+        return "ours"
+
+    def _token_seeds(self) -> tuple[list[int], np.ndarray]:
+        """The rows of the batch whose request has a draw, and the seed of the token that each samples now."""
+        runner, batch = self.model_runner, self.model_runner.input_batch
+        asked = [runner.requests[request_id].sampling_params.extra_args for request_id in batch.req_ids]
+        rows = [row for row, extra in enumerate(asked) if extra and DRAW in extra]
+        draws_R = np.fromiter(itertools.chain.from_iterable(asked[row][DRAW] for row in rows), np.int64).reshape(-1, 2)
+        # Counted by what is computed in this step: also right after a preemption, and when outputs come a step later.
+        tokens_R = runner.optimistic_seq_lens_cpu.numpy()[rows] - batch.num_prompt_tokens[rows]
+        return rows, nth_seeds(draws_R[:, 0], draws_R[:, 1] + tokens_R)
 
     @answering
     def reload_policy(self, folder: str) -> None:

@@ -17,13 +17,15 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.thoughts import ThoughtParser
 from rollouts.chat.tool_parsing import ToolParser
 from rollouts.chat.tools import ToolUnavailable
+from rollouts.engines.draws import seed_of
 from rollouts.engines.engine import Engine, EngineError
 from rollouts.rewards.reward_shaping import check_weights, shaped
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
-from rollouts.workflow import CONTEXT, Score, Workflow, WorkflowContext, WrongWorkflow, as_score
+from rollouts.workflow import CONTEXT, OWED, Score, Workflow, WorkflowContext, WrongWorkflow, as_score
 from settings.errors import failure_text
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
+from storage.log.claims import BY_MOMENT
 from storage.records import RolloutGroup, Sampling, Status, Task, Trajectory
 
 
@@ -53,12 +55,13 @@ class Player:
         sampling: Sampling,
         is_eval: bool,
     ) -> RolloutGroup:
-        """All attempts at a task.
+        """All attempts at a task; from `sampling.seed`, that of the task, each has a seed of its own.
 
         Raises what is wrong with the workflow itself, see `WrongWorkflow`; `InvalidInput` for a weight of a reward part
         that does not exist; and `RewardTimeout` if `reward.on_timeout = "fail"`.
         """
         queued_at = time.time()
+        OWED.set(owed := [])
         try:
             async with asyncio.TaskGroup() as attempts:
                 started = [
@@ -82,7 +85,12 @@ class Player:
             queued_at=queued_at,
         )
         reason = "" if is_eval else self._reject_reason(group, scored)
-        return dataclasses.replace(group, accepted=not reason, reject_reason=reason)
+        owed += [each.status for each in scored if each.status in BY_MOMENT]
+        owed += [
+            "a tool's time limit" for t in scored for turn in t.turns for call in turn.tool_calls if call.timed_out
+        ]
+        owes = ", ".join(sorted(set(owed)))
+        return dataclasses.replace(group, accepted=not reason, reject_reason=reason, owes=owes)
 
     def _reject_reason(self, group: RolloutGroup, scored: list[Trajectory]) -> str:
         rewards = [trajectory.reward for trajectory in group.usable]
@@ -133,6 +141,8 @@ class Player:
 
     async def _attempt(self, task: Task, group_id: str, attempt: int, sampling: Sampling, is_eval: bool) -> Trajectory:
         limits = self.config.rollout
+        if sampling.seed is not None:
+            sampling = dataclasses.replace(sampling, seed=seed_of(sampling.seed, attempt))
         CONTEXT.set(WorkflowContext(is_eval=is_eval, task_id=task.id, attempt=attempt))
         set_reward_pool(self.rewards)
         chat = Chat(

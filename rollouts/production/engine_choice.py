@@ -100,10 +100,9 @@ def make_engine(
     model: Path,
     *,
     seed: int,
-    version: int,
     lora_rank: int = 0,
 ) -> Engine:
-    """The engine a run file asks for, about to serve policy `version`; with `lora_rank`, adapters of `model`."""
+    """The engine a run file asks for; with `lora_rank` it serves adapters of `model`."""
     match settings.kind:
         case "vllm":
             from rollouts.engines.vllm_engine import VllmEngine
@@ -112,7 +111,7 @@ def make_engine(
             thinks = settings.guided_decoding and settings.reasoning_parser not in ("auto", "none")
             return VllmEngine(
                 max_model_len=settings.max_model_len,
-                seed=seed + version,  # an engine that starts again must not draw the same numbers again
+                seed=seed,
                 update_mode=settings.update_mode,
                 clear_cache_on_reload=settings.clear_cache_on_reload,
                 arguments={**({"reasoning_parser": settings.reasoning_parser} if thinks else {}), **settings.vllm},
@@ -126,5 +125,5 @@ def make_engine(
 
             tokens = ChatTokens.load(model)
             alphabet = tokens.alphabet()
-            reply = random_reply(seed=seed, alphabet=alphabet, end_id=tokens.end_id, longest=3)
+            reply = random_reply(alphabet=alphabet, end_id=tokens.end_id, longest=3)
             return ScriptedEngine(reply, num_choices=len(alphabet))

@@ -10,6 +10,7 @@ before it, so one that was killed leaves shards of evaluation rows behind, and n
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from rollouts.engines.draws import seed_of
 from rollouts.production.attempts import Player, token_bytes
 from settings.errors import InvalidInput, UserError, in_one_line
 from settings.evaluation import EvaluationSettings
@@ -207,7 +209,7 @@ async def evaluate_tasks(
                 position=-1,
                 epoch=0,
                 n_samples=settings.n_samples,
-                sampling=sampling,
+                sampling=dataclasses.replace(sampling, seed=seed_of(player.config.seed, settings.split, task.id)),
                 is_eval=True,
             )
             _check_version(group, version)

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
+from rollouts.engines.draws import seed_of
 from rollouts.production.attempts import Player, token_bytes
 from rollouts.production.failures import FirstBatch
 from rollouts.production.prompts import Prompt
@@ -249,7 +250,7 @@ class Executor:
             position=prompt.position,
             epoch=prompt.epoch,
             n_samples=self.config.n_samples,
-            sampling=self.sampling,
+            sampling=dataclasses.replace(self.sampling, seed=seed_of(self.config.seed, prompt.position, prompt.retry)),
             is_eval=False,
         )
 
@@ -258,7 +259,8 @@ class Executor:
         came_to_nothing = not group.accepted and len(group.usable) < self.config.rollout.min_usable
         if came_to_nothing and prompt.retry < self.config.rollout.retries:
             group = dataclasses.replace(group, will_retry=True)
-            self._ready.append(dataclasses.replace(prompt, retry=prompt.retry + 1))
+            # First, so that a place keeps its room until it has its outcome: which places a batch takes is no accident.
+            self._ready.appendleft(dataclasses.replace(prompt, retry=prompt.retry + 1))
             self.quota.lease(1)
         errors = [trajectory.error for trajectory in group.trajectories if trajectory.error]
         self._last_error = in_one_line(errors[-1]) if errors else self._last_error

@@ -126,7 +126,7 @@ class RolloutWorker:
         workflow: Workflow = load_object(config.workflow)(config.dataset or None)
         lora_rank = 0 if lora is None else lora.rank
         # Before transformers is imported here: vLLM's core imports it beside us.
-        engine = make_engine(config.engine, model, seed=config.seed, version=policy.version, lora_rank=lora_rank)
+        engine = make_engine(config.engine, model, seed=config.seed, lora_rank=lora_rank)
         tokens = ChatTokens.load(model, settings=config.engine.chat_template_kwargs)
         checksum = await engine.start(folder, policy.version, stop_ids=tokens.turn_ends)
         served.engine, served.version = engine, policy.version

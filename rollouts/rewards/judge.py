@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollouts.rewards.scoring import RewardFailed
-from rollouts.workflow import Score
+from rollouts.workflow import Score, owe
 from settings.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class Judge:
             mark=hashlib.sha256(reply.encode()).hexdigest()[:8],  # a reply cannot contain it, so it cannot end itself
             best=self.best,
         )
+        owe("a judge's answer")
         last_fault = "it had to wait for others"
         client, gate = await self._open()
         try:

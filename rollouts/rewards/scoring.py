@@ -32,7 +32,7 @@ from typing import Any, Literal
 from infra.user_code import own_command, path_of
 from rollouts.reward_values import as_number
 from rollouts.rewards.reward_shaping import weighted_sum
-from rollouts.workflow import Score
+from rollouts.workflow import Score, owe
 
 _LONGEST_REPLY = 2**24  # bytes
 _COLLECT_SECONDS = 5.0
@@ -133,6 +133,8 @@ class RewardPool:
             is_late = isinstance(error, RewardTimeout)
             # A built-in one computes from the reply alone: if others worked, the policy made it so.
             is_own = is_built_in and self._has_worked and not (is_late and self.on_timeout == "fail")
+            if is_late:
+                owe("a reward's time limit")
             if is_own or (is_late and self.on_timeout == "zero"):
                 return 0.0
             raise

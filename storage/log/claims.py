@@ -1,6 +1,7 @@
 """Which groups the next optimizer step takes: a deterministic function of the log.
 
-In: the fold of a run's log, and its settings. Out: a `Claim`, or None while too few groups are committed.
+In: the fold of a run's log, and its settings. Out: a `Claim`, or None while too few groups are committed; also, up to
+which step the run follows from its run file.
 The staleness bound is enforced here, from the versions the engine stamped on every token;
 `rollouts/production/quota.py` only paces production.
 
@@ -15,19 +16,22 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from settings.errors import UserError
 from settings.run_file import RunConfig
-from storage.log.entries import Claim, ClaimedGroup, GroupSummary
+from storage.log.entries import OUTCOMES, Claim, ClaimedGroup, GroupSummary
 from storage.log.run_state import RunState
 
 Versions = TypeVar("Versions", int, np.ndarray)
 
 CANCELLED = "cancelled"
 """Start of the reject reason of a group that was cancelled."""
+NOTHING = "nothing"
+BY_MOMENT = frozenset({"timeout", "engine_error", "tool_error", "cancelled"})
+"""Failing statuses that the policy's tokens do not explain."""
 
 
 class NothingAccepted(UserError):
@@ -42,10 +46,10 @@ def updates_behind(versions: Versions, *, live: int, steps_per_update: int) -> V
 def next_claim(state: RunState, config: RunConfig) -> Claim | None:
     """What the next step takes; None if the pending groups do not suffice.
 
-    It trains the first `batch_size` groups that were accepted and are within the staleness bound, those with the oldest
-    token first, because the next step may be too late for them. Pending groups that can never be trained get their
-    outcome, too. `strict` drops a group for one token over the bound; `mask` drops it if all its tokens are, and the
-    trainer masks the old tokens of the others; `correct` drops none.
+    It trains the first `batch_size` groups that were accepted and are within the staleness bound: those with the oldest
+    token, because the next step may be too late for them, and of these the first in prompt order. Pending groups that
+    can never be trained get their outcome, too. `strict` drops a group for one token over the bound; `mask` drops it if
+    all its tokens are, and the trainer masks the old tokens of the others; `correct` drops none.
 
     With `dynamic_batch` the step takes the first `batch_size` groups in that order, accepted or not, and trains what it
     can. Otherwise it trains fewer than a batch only if `max_attempts` batches are pending. If it has nothing to train,
@@ -54,7 +58,7 @@ def next_claim(state: RunState, config: RunConfig) -> Claim | None:
     live = state.live
     assert live is not None, "a run has its base policy before anything is claimed"
     pending = [state.groups[group_id] for group_id in state.pending]
-    pending.sort(key=lambda group: group.head_version)
+    pending.sort(key=lambda group: (group.head_version, group.position))
     if config.rollout.dynamic_batch:
         pending = _first_attempted(pending, config.batch_size)
     reasons = {group.id: _reason(group, live.version, config) for group in pending}
@@ -71,7 +75,7 @@ def next_claim(state: RunState, config: RunConfig) -> Claim | None:
         return [ClaimedGroup(shard_id=state.shard_of[g.id], group_id=g.id, reason=reasons[g.id][1]) for g in groups]
 
     passed_over = {
-        outcome: claimed([group for group in pending if reasons[group.id][0] == outcome])
+        outcome: claimed(sorted((g for g in pending if reasons[g.id][0] == outcome), key=lambda g: (g.position, g.id)))
         for outcome in ("stale", "filtered", "failed", "cancelled")
     }
     return Claim(
@@ -92,6 +96,46 @@ def num_counted(state: RunState, config: RunConfig) -> int:
     assert state.live is not None, "a run has its base policy before anything is pending"
     live = state.live.version
     return sum(not _reason(group, live, config)[0] for group in pending)
+
+
+def owed_by(state: RunState, claim: Claim, config: RunConfig) -> str:
+    """What a step with this claim owes to anything but the run file and the steps before; `nothing`, or a sentence."""
+    if config.max_staleness:
+        return f"max_staleness = {config.max_staleness:g}: which policy answers a prompt depends on the moment"
+    if config.train.steps_per_update > 1:
+        return "train.steps_per_update > 1: which groups of an update's batches come first depends on the moment"
+    if state.quarantined:
+        return f"shard {next(iter(state.quarantined))} was lost, and its prompts ran again"
+    if (
+        claim.stale
+        or claim.cancelled
+        or claim.fallback
+        or not (len(claim.trained) == config.batch_size or config.rollout.dynamic_batch)
+    ):
+        return "it took what had finished by then, which was no whole batch"
+    for name in OUTCOMES:
+        for group in getattr(claim, name):
+            if reason := state.shards[group.shard_id].owes.get(group.group_id):
+                return f"group {group.group_id!r}: {reason}"
+    return NOTHING
+
+
+def follows_until(state: RunState) -> tuple[int, str]:
+    """How many of a run's steps follow from its run file, and what ended that; the sentence is empty if nothing did."""
+    for number, step in enumerate(state.steps):
+        if step.owes != NOTHING:
+            return number, step.owes or "its step was recorded before this was"
+    return state.step, ""
+
+
+def following(state: RunState, config: dict[str, Any]) -> str:
+    """Both as a sentence; empty before the first step."""
+    number, reason = follows_until(state)
+    if not state.step:
+        return ""
+    until = f"all {number}" if not reason else f"the first {number}" if number else "none"
+    exact = "" if config.get("reproducible") or not number else ", where log-probabilities have the same bits"
+    return f"{until} of {state.step} steps{exact}" + (f"; step {number + 1}: {reason}" if reason else "")
 
 
 def _first_attempted(pending: Sequence[GroupSummary], count: int) -> list[GroupSummary]:

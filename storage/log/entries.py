@@ -4,8 +4,7 @@
     Claim ──one optimizer step──▶ Step ─────┼─▶ LogEntry, one numbered JSON file
     Policy, Evaluation, Alias, Rescore, … ──┘
 
-A new kind is a class here, named in `Entry`, and a `case` in `RunState._change`; and one in `conflicts` if its retry
-can be recognised, or it can contradict the log.
+A new kind is a class here, named in `Entry`, and a `case` in `RunState._change`, and in `conflicts` if it can conflict.
 """
 
 from __future__ import annotations
@@ -78,6 +77,8 @@ class Shard:
     producer: str
     seconds: dict[str, float]
     """Time of the producer by phase: generate, reward, commit."""
+    owes: dict[str, str] = field(default_factory=dict, metadata=LATER)
+    """Group id → what in it depends on the clock, or on anything else that draws and replies do not decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +111,7 @@ class ClaimedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What one optimizer step takes out of the queue: groups by outcome.
-
-    A group is stale over the staleness bound, filtered if a filter rejected it, failed with too few usable attempts.
-    """
+    """What one optimizer step takes out of the queue: stale is over the bound, failed has too few usable attempts."""
 
     step: int
     """From 1."""
@@ -143,6 +141,8 @@ class Step:
     session_id: str
     by_attempt: bool = field(default=False, metadata=LATER)
     """A sequence of `train.aggregation` was an attempt; in steps from before this was recorded, each row of it."""
+    owes: str = field(default="", metadata=LATER)
+    """See `storage.log.claims.owed_by`; empty in steps from before this was recorded."""
 
 
 OUTCOMES = ("trained", "filtered", "stale", "failed", "cancelled")
@@ -259,7 +259,7 @@ class Retire:
     """Files that retention removes; committed before the first of them is deleted."""
 
     shard_ids: list[str]
-    """Shards whose file is removed; their summaries stay in the log. Also files that no entry names, nor ever may."""
+    """Shards whose file is removed, not their summaries. Also files that no entry names, nor ever may."""
     policy_versions: list[int]
     """Policies whose weights are removed."""
     state_paths: list[str]

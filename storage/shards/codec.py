@@ -29,6 +29,7 @@ from storage.shards.schema import (
     MESSAGE,
     REQUEST,
     REQUESTS,
+    SAMPLING,
     SCHEMA,
     SCHEMA_VERSION,
     TURN,
@@ -266,7 +267,8 @@ def _fact_columns(rows: Sequence[_Row], *, sampling: Sampling, is_eval: bool, wo
         "started_at": [row.trajectory.started_at for row in rows],
         "finished_at": [row.trajectory.finished_at for row in rows],
     }
-    constants = {"is_eval": is_eval, "worker_id": worker_id, "sampling": to_json(sampling)}
+    constants = {"is_eval": is_eval, "worker_id": worker_id}
+    seeds = [row.turns[0].seed for row in rows]
     turns = [turn for row in rows for turn in row.turns]
     calls = [call for turn in turns for call in turn.tool_calls]
     turn_column = _structs(
@@ -282,6 +284,7 @@ def _fact_columns(rows: Sequence[_Row], *, sampling: Sampling, is_eval: bool, wo
     return {
         **{key: _array(values, SCHEMA.field(key)) for key, values in facts.items()},
         **{key: pa.repeat(pa.scalar(v, SCHEMA.field(key).type), len(rows)) for key, v in constants.items()},
+        "sampling": _structs([sampling] * len(rows), SAMPLING, seed=_array(seeds, SAMPLING.field("seed"))),
         "turns": _lists([len(row.turns) for row in rows], turn_column, pa.list_(TURN)),
         "messages": _lists([len(row) for row in messages], message_column, pa.list_(MESSAGE)),
         "multimodal_features": pa.nulls(len(rows)),

@@ -33,7 +33,7 @@ _GENERATED = {"context_len": INT, "sampled_len": INT, "finish_reason": TEXT, "ge
 TURN = pa.struct({**_GENERATED, "tool_calls": pa.list_(CALL)})
 MESSAGE = pa.struct({"role": TEXT, "content": TEXT, "is_completion": pa.bool_()})
 _LIMITS = {"temperature": FLOAT, "top_p": FLOAT, "top_k": INT, "min_p": FLOAT, "max_tokens": INT}
-_SAMPLING = pa.struct({**_LIMITS, "seed": pa.int64(), "logprobs_mode": TEXT})
+SAMPLING = pa.struct({**_LIMITS, "seed": pa.int64(), "logprobs_mode": TEXT})
 
 SCHEMA = pa.schema(
     [
@@ -59,7 +59,7 @@ SCHEMA = pa.schema(
         ("status", TEXT),
         ("turns", pa.list_(TURN)),
         ("messages", pa.list_(MESSAGE)),
-        ("sampling", _SAMPLING),
+        ("sampling", SAMPLING),
         ("is_eval", pa.bool_()),
         ("worker_id", TEXT),
         ("queued_at", FLOAT),

@@ -83,6 +83,7 @@ def commit_shard(
         groups=summaries,
         producer=provenance.producer,
         seconds={**(seconds or {}), "commit": time.perf_counter() - started},
+        owes={group.id: group.owes for group in groups if group.owes},
     )
     return log.append(shard).shards[shard.id]
 

@@ -93,6 +93,27 @@ async def running_requests_span_the_swap(
     print(f"{mode}, cache {'cleared' if clear else 'kept'}: paused {update.paused_seconds:.3f} s")
 
 
+async def a_token_is_drawn_by_its_place_whatever_happens_around_it(bench: Bench) -> None:
+    """Alone and among others, in a prompt that is computed in parts or found in the cache, across a change of weights
+    (to equal ones) that preempts or ends its request; other seeds draw other tokens."""
+    asked = [
+        (Sampling(max_tokens=60, seed=1000 + number), (bench.prompt * 30)[: 150 * (number % 2)]) for number in range(12)
+    ]
+
+    async def together() -> list[list[int]]:
+        return [reply.token_ids for reply in await asyncio.gather(*(bench.generate(*each) for each in asked))]
+
+    alone = [(await bench.generate(*each)).token_ids for each in asked]
+    assert len({tuple(token_ids) for token_ids in alone}) == 12
+    assert await together() == alone
+    for mode, clear in itertools.product(("keep", "abort"), (True, False)):
+        bench.engine.update_mode, bench.engine.clear_cache_on_reload = mode, clear
+        replies = asyncio.create_task(together())
+        await bench.generate()
+        await bench.load(bench.serving)
+        assert await replies == alone
+
+
 async def what_is_held_is_answered_by_the_next_policy(bench: Bench, mode: UpdateMode) -> None:
     bench.engine.update_mode = mode
     sampling = Sampling(max_tokens=8)
@@ -298,12 +319,13 @@ async def a_dead_engine_fails_everything_at_once(bench: Bench) -> None:
 
 
 async def check(base: Path, scratch: Path) -> None:
-    bench = Bench(base, scratch, guided_decoding=True)
+    bench = Bench(base, scratch, guided_decoding=True, max_num_batched_tokens=64)
     first = await bench.start()
     try:
         await tokens_carry_version_and_logprob_at_any_temperature(bench)
         await until_cuts_a_reply_and_changes_none_of_its_tokens(bench)
         await a_grammar_restricts_the_tokens_and_the_logprobs_are_those_of_what_is_left(bench)
+        await a_token_is_drawn_by_its_place_whatever_happens_around_it(bench)
         for mode, clear in itertools.product(("keep", "wait", "abort"), (True, False)):
             await running_requests_span_the_swap(bench, mode, clear)
         for mode in ("keep", "wait", "abort"):

@@ -29,6 +29,8 @@ class FakeRequest:
 class FakeVllm:
     """What `VllmEngine` uses of AsyncLLM. `step()` gives one token to every running request."""
 
+    draws = "ours"
+
     def __init__(self, folder: Path) -> None:
         self.weights, self.version, self.paused = weights_of(folder), "default", False
         self.requests: dict[str, FakeRequest] = {}
@@ -86,7 +88,10 @@ class FakeVllm:
 
         await self._call("pause_scheduler_async", pause)
 
-    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[tuple[None, str]]:
+    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
+        if method == "own_draws":
+            return [self.draws]
+
         async def reload() -> None:
             assert self.paused or not self._in_flight(), "weights change under a running request"
             await asyncio.sleep(0)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from cli.operate import status
 from cli.operate.status import RunView, follow_run, run_status, status_table
+from storage.log.claims import NOTHING
 from storage.log.entries import Alias, End, LogEntry, Pause, Policy, Session, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import LogDamaged
@@ -360,3 +361,20 @@ def test_status_and_json_say_model_workflow_steps_champion_times_and_settings(st
     assert numbers["settings"] == {"train.loss.kind": "gspo", "train.loss.clip_low": 0.5}
     shown = printed("status run")
     assert "champion 1" in shown and "1 of 1" in shown and "train.loss.kind = gspo, train.loss.clip_low = 0.5" in shown
+
+
+def test_how_far_the_run_follows_from_its_file_and_what_ended_that() -> None:
+    log = a_log()
+    assert run_status(log)["reproducible"] is None
+    sentences = []
+    for number, owes in enumerate((NOTHING, "group '0.task1': timeout", NOTHING)):
+        log.append(a_shard(f"s{number}", [a_summary(number)]))
+        log.append(replace(a_step(log.state, trained=[f"0.task{number}"]), owes=owes))
+        sentences.append(run_status(log)["reproducible"])
+    bits = "steps, where log-probabilities have the same bits"
+    ended = f"the first 1 of 2 {bits}; step 2: group '0.task1': timeout"
+    assert sentences == [f"all 1 of 1 {bits}", ended, ended.replace("of 2", "of 3")]
+    assert run_status(log, {"reproducible": True})["reproducible"] == ended.replace("of 2", "of 3").replace(
+        bits, "steps"
+    )
+    assert ended.replace("of 2", "of 3") in " ".join(_shown(status_table(run_status(log))).split())

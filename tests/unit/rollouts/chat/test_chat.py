@@ -19,6 +19,8 @@ from rollouts.chat.chat import Chat, OutOfRoom
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import CallRequest, ParsedReply
 from rollouts.chat.tools import Tool, tool
+from rollouts.engines.draws import nth_seed
+from rollouts.engines.engine import EngineError, Generation
 from rollouts.engines.scripted_engine import ScriptedEngine
 from storage.records import Message, Sampling, ToolCall, Turn
 from tests.builders import a_group, a_trajectory, provenance
@@ -111,6 +113,42 @@ def test_three_turns_token_by_token(tokens: ChatTokens):
         assert turn.logprobs == [-math.log(8)] * len(turn.sampled_ids)
         assert turn.finish_reason == "stop" and turn.generate_seconds > 0
     assert not chat.cut_off
+
+
+def test_draws_belong_to_sequence_and_turn_and_to_nothing_that_happens_beside_them(tokens: ChatTokens):
+    asked: dict[str, int | None] = {}
+
+    class Engine(ScriptedEngine):
+        fails = False
+
+        async def generate(self, prompt_ids: list[int], **given: Any) -> Generation:
+            if self.fails:
+                raise EngineError("gone")
+            asked[str(len(asked))] = given["sampling"].seed
+            return await super().generate(prompt_ids, **given)
+
+    async def play(order: Sequence[str], *, fails: bool) -> dict[str, tuple[int, int | None]]:
+        """Two sequences, which begin in either order, one of them with a second turn; and one that begins like "3"."""
+        engine = Engine(lambda *_: [5, 1])
+        chat = a_chat(tokens, engine, sampling=Sampling(max_tokens=16, seed=11))
+        asked.clear()
+        if fails:
+            engine.fails = True
+            with pytest.raises(EngineError):
+                await chat.complete([user(order[0])])
+            engine.fails = False
+        await asyncio.gather(*(chat.complete([user(text)]) for text in order))
+        await chat.complete([user("3"), said("0"), user("4")])
+        await chat.complete([user("3")])
+        assert _of(chat, "sequence_idx") == [0, 1, order.index("3"), 2]
+        requests = list(asked.values())
+        return dict(zip([*order, "3, then 4", "3 again"], zip(requests, _of(chat, "seed"), strict=True), strict=True))
+
+    first, other = (asyncio.run(play(order, fails=fails)) for order, fails in ((["3", "8"], False), (["8", "3"], True)))
+    assert first == other and len({request for request, _ in first.values()}) == 4
+    (turn0, seed), (turn1, same) = first["3"], first["3, then 4"]
+    assert seed == same and [turn0, turn1] == [nth_seed(seed or 0, 0), nth_seed(seed or 0, 1)]
+    assert len({first[name][1] for name in ("3", "8", "3 again")}) == 3
 
 
 def test_a_call_that_cannot_be_read_keeps_its_place_among_those_that_are_executed(tokens: ChatTokens):

@@ -306,6 +306,7 @@ def test_a_hung_tool_times_out_and_nobody_waits_for_it():
     tools = [*(_no_parameters(function, name) for name, function in functions.items()), add]
     *hung, added = asyncio.run(play())
     assert [(call.result, call.failed) for call in hung] == [("error: timed out after 0.2 s", True)] * 3
+    assert [call.timed_out for call in [*hung, added]] == [True, True, True, False]
     assert all(call.seconds >= 0.2 for call in hung)
     assert (added.result, added.failed) == ("4", False)
 

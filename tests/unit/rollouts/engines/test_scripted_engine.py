@@ -60,10 +60,13 @@ async def test_what_it_holds_is_answered_by_the_next_policy_or_after_a_release(t
         assert reply.weight_versions == [version] * 2 and reply.held_seconds > 0
 
 
-def test_random_replies_depend_on_seed_prompt_and_request_alone():
-    reply = random_reply(seed=1, alphabet=[5, 6, 7], end_id=1, longest=3)
-    said = reply([2, 3], "a")
-    assert said == random_reply(seed=1, alphabet=[5, 6, 7], end_id=1, longest=3)([2, 3], "a")
-    assert said[-1] == 1 and 2 <= len(said) <= 4 and set(said[:-1]) <= {5, 6, 7}
-    others = {tuple(reply([2, 3], f"request{number}")) for number in range(20)}
-    assert len(others) > 5
+def test_random_replies_depend_on_prompt_and_seed_alone():
+    engine = ScriptedEngine(random_reply(alphabet=[5, 6, 7], end_id=1, longest=3))
+
+    def reply(seed: int, request_id: str) -> list[int]:
+        sampling = Sampling(max_tokens=9, seed=seed)
+        return asyncio.run(engine.generate([2, 3], sampling=sampling, request_id=request_id)).token_ids
+
+    said = reply(1, "a")
+    assert said == reply(1, "b") and said[-1] == 1 and 2 <= len(said) <= 4 and set(said[:-1]) <= {5, 6, 7}
+    assert len({tuple(reply(seed, "a")) for seed in range(20)}) > 5

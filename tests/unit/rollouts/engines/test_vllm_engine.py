@@ -222,7 +222,12 @@ async def test_what_an_engine_holds_is_answered_by_the_next_policy_or_if_none_co
     await bench.assert_serving(3)
 
 
-async def test_abort_continues_each_request_from_the_tokens_it_has(bench: _Bench):
+@pytest.mark.parametrize("draws", ["ours", "hashed", "streamed"])
+async def test_abort_continues_each_request_from_the_tokens_it_has(
+    bench: _Bench, draws: str, monkeypatch: pytest.MonkeyPatch
+):
+    """And its draws go on: no part repeats those of the part before it."""
+    monkeypatch.setattr(FakeVllm, "draws", draws, raising=False)
     await bench.start("abort")
     early = await bench.request("early", max_tokens=8, steps=2, seed=40)
     late = await bench.request("late", steps=1)
@@ -237,12 +242,16 @@ async def test_abort_continues_each_request_from_the_tokens_it_has(bench: _Bench
         assert reply.token_ids == list(range(102, 102 + len(reply.token_ids)))
         assert reply.logprobs == [-float(version) for version in reply.weight_versions]
         assert reply.finish_reason == "length"
-    parts = [(part.prompt[2:], part.parameters.max_tokens, part.parameters.seed) for part in bench.vllm.parts]
+    asked = [part.parameters for part in bench.vllm.parts]
+    parts = [(part.prompt[2:], part.parameters.max_tokens) for part in bench.vllm.parts]
     assert parts == [
-        *(([], 8, 40), ([], 6, None), ([], 6, None)),
-        *(([102, 103, 104], 5, 43), ([102], 5, None), ([], 6, None)),
-        *(([102, 103, 104, 105, 106], 3, 45), ([102, 103, 104], 3, None), ([102, 103], 4, None)),
+        *(([], 8), ([], 6), ([], 6)),
+        *(([102, 103, 104], 5), ([102], 5), ([], 6)),
+        *(([102, 103, 104, 105, 106], 3), ([102, 103, 104], 3), ([102, 103], 4)),
     ]
+    drawn = [getattr(each, "extra_args", {}).get("draw") or getattr(each, "seed", None) for each in asked]
+    expected = {"ours": [(40, 0), (40, 3), (40, 5)], "hashed": [40, 40, 40], "streamed": [40, 43, 45]}
+    assert drawn[::3] == expected[draws] and set(drawn[1::3] + drawn[2::3]) == {None}
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])

@@ -252,6 +252,19 @@ def test_thousands_of_problems_are_held_a_few_at_a_time_and_committed_in_pieces(
     assert sorted(asked, key=int) == [str(number) for number in range(count)]
 
 
+def test_draws_follow_from_seed_split_problem_and_attempt_so_scores_of_two_policies_compare(tokens: ChatTokens):
+    def seeds(**options: Any) -> dict[tuple[str, int], int]:
+        bench = _Bench(tokens, seed=options.pop("seed", 0))
+        asyncio.run(bench.evaluate(3, **options))
+        [shard] = bench.log.refresh().shards.values()
+        rows = read_shard(bench.log, shard).to_pylist()
+        return {(row["prompt_id"], row["attempt"]): row["sampling"]["seed"] for row in rows}
+
+    first = seeds(max_concurrent=1)
+    assert first == seeds(max_concurrent=4, shard_id="eval1") and len(set(first.values())) == 6
+    assert not set(first.values()) & set(seeds(seed=1).values())
+
+
 def test_long_replies_are_committed_by_their_size(tokens: ChatTokens):
     every = _Bench(tokens)
     found = asyncio.run(every.evaluate(10, shard_bytes=1, max_concurrent=3))

@@ -166,6 +166,7 @@ async def test_one_of_eight_that_fails_or_hangs_leaves_seven(
         failed = group.trajectories[3]
         assert (failed.status, failed.reward) == (status, None)
         assert words in in_one_line(failed.error)
+        assert group.owes == (status if status in ("engine_error", "timeout") else ""), "the others fail alike again"
 
 
 async def test_a_group_with_too_few_usable_attempts_is_kept_but_not_accepted(tokens: ChatTokens):
@@ -293,6 +294,32 @@ async def test_a_prompt_that_came_to_nothing_runs_again_as_often_as_allowed(
     assert [group.will_retry for group in tries] == [True] * (len(accepted) - 1) + [False]
     assert len({group.position for group in tries}) == 1
     assert sum(group.accepted for group in groups) == 4
+
+
+async def test_draws_follow_from_seed_place_try_and_attempt_whatever_else_runs(tokens: ChatTokens):
+    def seeds(groups: list[RolloutGroup]) -> dict[tuple[int, bool, int], int | None]:
+        turns = [(group, attempt, attempt.turns[0]) for group in groups for attempt in group.trajectories]
+        return {(group.position, group.will_retry, each.attempt): turn.seed for group, each, turn in turns}
+
+    def but_once() -> Play:
+        failed: list[str] = []
+
+        async def play(task: Task, chat: Chat) -> Score:
+            score = await _answer(task, chat)
+            if task.id == "task3" and len(failed) < 2:
+                failed.append(task.id)
+                raise KeyError("board")
+            return score
+
+        return play
+
+    limits: dict[str, Any] = {"num_tasks": 5, "retries": 1, "total_groups": 4, "seed": 3}
+    alone = seeds(await _everything(tokens, but_once(), max_concurrent=1, **limits))
+    assert alone == seeds(await _everything(tokens, but_once(), max_concurrent=4, **limits))
+    assert {position for position, _, _ in alone} == {0, 1, 2, 3}, "one that runs again keeps its room"
+    assert len(alone) == len(set(alone.values())) == 2 * (4 + 1) and None not in alone.values()
+    other = seeds(await _everything(tokens, but_once(), **{**limits, "seed": 4}))
+    assert not set(alone.values()) & set(other.values())
 
 
 async def test_a_group_over_the_bound_is_given_up_and_its_room_used(tokens: ChatTokens):

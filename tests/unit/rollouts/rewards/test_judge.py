@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from rollouts.rewards.judge import Judge, verdict_in
 from rollouts.rewards.scoring import RewardFailed, RewardPool, score_all, set_reward_pool
-from rollouts.workflow import Score
+from rollouts.workflow import OWED, Score
 from tests.unit.rollouts.reward_functions import length
 
 pytestmark = pytest.mark.server
@@ -87,7 +87,8 @@ def test_a_verdict_is_the_last_score_in_the_answer():
 
 async def test_the_verdict_is_a_reward_from_0_to_1_and_a_part():
     with _server(_says('Right.\n{"score": 7}')) as (url, asked):
-        assert await _judged(url) == Score(reward=0.7, parts={"judge": 0.7})
+        OWED.set(owed := [])
+        assert await _judged(url) == Score(reward=0.7, parts={"judge": 0.7}) and owed == ["a judge's answer"]
         assert (await _judged(url, best=7.0)).reward == 1.0
     assert [request["authorization"] for request in asked] == [None, None], "without a key none is sent"
 

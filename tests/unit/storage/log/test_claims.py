@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from storage.log.claims import NothingAccepted, next_claim, num_counted
-from storage.log.entries import Claim, ClaimedGroup, GroupSummary
+from storage.log.claims import NOTHING, NothingAccepted, follows_until, next_claim, num_counted, owed_by
+from storage.log.entries import Claim, ClaimedGroup, GroupSummary, Quarantine
 from storage.log.run_state import RunState
 from storage.shards.codec import summarise
-from tests.builders import a_config, a_group, a_log, a_shard, a_step, a_summary, a_trajectory, a_turn
+from tests.builders import a_claim, a_config, a_group, a_log, a_shard, a_step, a_summary, a_trajectory, a_turn
 
 RULES: dict[str, Any] = dict(batch_size=2, max_staleness=0, stale_policy="strict", min_usable=2)
 OUTCOMES = ("trained", "stale", "filtered", "failed", "cancelled")
@@ -65,8 +66,8 @@ DYNAMIC = {"dynamic_batch": True}
 @pytest.mark.parametrize(
     ("groups", "version", "rules", "taken"),
     [
-        # The oldest go first, now or never; trained in prompt order, the same groups give the same bits.
-        ([a_summary(5), a_summary(3), a_summary(4)], 0, {}, {"trained": [3, 5]}),
+        # The oldest go first, now or never, and then the first in prompt order, in whatever order they came.
+        ([a_summary(5), a_summary(3), a_summary(4)], 0, {}, {"trained": [3, 4]}),
         (_of_versions(2, 2, 1), 2, {"max_staleness": 1}, {"trained": [0, 2]}),
         # Too few attempts fail a group even if a filter rejected it too.
         (
@@ -163,3 +164,39 @@ def test_admission_counts_what_a_step_may_still_train():
 def test_admission_counts_attempts_where_steps_take_those():
     state = _state(RETRIED, AGAIN, *_rejected(1), a_summary(2))
     assert num_counted(state, a_config(**RULES, dynamic_batch=True)) == 3
+
+
+def test_what_a_step_takes_does_not_depend_on_the_order_in_which_groups_finished():
+    groups = [*_rejected(1), *(a_summary(position) for position in (0, 2, 3)), *_rejected(4)]
+    claims = [_claim(_state(*order)) for order in itertools.permutations(groups)]
+    assert all(claim == claims[0] for claim in claims)
+    assert _taken(claims[0]) == {"trained": ["0.task0", "0.task2"], "filtered": ["0.task1", "0.task4"]}
+
+
+@pytest.mark.parametrize(
+    ("groups", "owes", "rules", "reason"),
+    [
+        ([0, 1], {}, {}, NOTHING),
+        ([0, 1], {"0.task1": "timeout"}, {}, "group '0.task1': timeout"),
+        ([0, 1], {"0.task7": "timeout"}, {}, NOTHING),
+        ([0, 1], {}, {"max_staleness": 1}, "max_staleness = 1: which policy"),
+        ([0, 1], {}, {"steps_per_update": 2}, "train.steps_per_update > 1"),
+        ([0], {}, {}, "no whole batch"),
+        ([0], {}, DYNAMIC, NOTHING),
+    ],
+)
+def test_a_step_says_what_it_owes_to_anything_but_the_run_file(
+    groups: list[int], owes: dict[str, str], rules: dict[str, Any], reason: str
+):
+    log = a_log()
+    state = log.append(replace(a_shard("s0", [a_summary(position) for position in groups]), owes=owes))
+    claim = a_claim(state, trained=[f"0.task{position}" for position in groups])
+    owed = owed_by(state, claim, a_config(**{**RULES, **rules}))
+    assert reason in owed
+    state = log.append(replace(a_step(state, claim), owes=owed))
+    assert follows_until(state) == ((1, "") if owed == NOTHING else (0, owed))
+    log.append(a_shard("s1", [a_summary(9)]))
+    older = log.append(a_step(log.state, trained=["0.task9"]))
+    assert follows_until(older)[0] == (owed == NOTHING), "nobody knows of a step from before it was recorded"
+    log.append(Quarantine(shard_id="s1", reason="damaged"))
+    assert owed_by(log.state, claim, a_config(**RULES)) == "shard s1 was lost, and its prompts ran again"

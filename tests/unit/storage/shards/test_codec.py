@@ -38,11 +38,13 @@ def _with(column: str, rows: list[Any]) -> pa.Table:
 def test_facts_that_the_golden_shard_does_not_have_come_back():
     """Every other one is compared there, value for value."""
     call = ToolCall(name="add", arguments='{"a": 1}', result="2", failed=True, seconds=0.25)
-    attempt = a_trajectory(turns=[a_turn(tool_calls=[call])], messages=[Message(role="user", content="3")])
+    turns = [a_turn(tool_calls=[call], seed=2**63 - 1), a_turn(sequence_idx=1)]
+    attempt = a_trajectory(turns=turns, messages=[Message(role="user", content="3")])
     table = decode_shard(_encode([a_group(0, trajectories=[attempt])], is_eval=True), name="s0")
-    [row] = table.to_pylist()
+    row, other = table.to_pylist()
     assert row["turns"][0]["tool_calls"] == [asdict(call)] and row["is_eval"] is True
-    assert row["sampling"]["max_tokens"] == 8 and row["sampling"]["seed"] is None
+    assert row["sampling"]["max_tokens"] == 8 and row["sampling"]["seed"] == 2**63 - 1
+    assert other["sampling"]["seed"] is None, "as in shards from before it was recorded"
 
 
 def test_half_a_surrogate_pair_in_one_text_becomes_a_replacement_character_and_costs_no_shard():
