@@ -36,6 +36,11 @@ def num_slots() -> int:
     return max(64, os.cpu_count() or 1)
 
 
+def has_cores_for(num_processes: int) -> bool:
+    """Whether each of so many processes may start at the same time and have a core of this machine meanwhile."""
+    return len(os.sched_getaffinity(0)) >= num_processes
+
+
 def nodes_to_use() -> list[dict[str, float]]:
     """Resources of each node of the cluster at `RAY_ADDRESS`, or without it of this machine, which Ray is not asked
     for. Raises `InvalidInput` if the cluster does not answer."""

@@ -62,7 +62,11 @@ class CoreStart:
         context = partial(multiprocessing.get_context, "forkserver")
         # vLLM looks at a model's class in a process of its own, so that this one does not initialize CUDA: that process
         # imports all of vLLM, once for each state folder and kind of model.
-        with _replaced(utils, get_mp_context=context), _replaced(registry, _run_in_subprocess=lambda look: look()), _root_cause():
+        with (
+            _replaced(utils, get_mp_context=context),
+            _replaced(registry, _run_in_subprocess=lambda look: look()),
+            _root_cause(),
+        ):
             yield
 
 
