@@ -11,11 +11,14 @@ from typing import Any
 
 from prefect import flow
 
+from settings.evaluation import EvaluationSettings
 from settings.run_file import RunConfig, make_config
 from tasks.evaluation import check_split, look_up_policy, raise_if_failed, try_gate, warn_of_greedy_attempts
 from tasks.mirror import track
-from tasks.rollout import evaluate_policy, start_rollout_worker
-from tasks.session import reading_session
+from tasks.rollout import evaluate_policy, evaluating, start_rollout_worker
+from tasks.session import RunSession, in_flow_run, reading_session
+
+EVALUATOR = "evaluator-0"
 
 
 @flow(name="evaluate", flow_run_name="{run}", persist_result=False)
@@ -53,14 +56,22 @@ async def evaluate(
     config, version = plan_evaluation(run=run, store=store, version=version, wanted=wanted, adopt_tasks=adopt_tasks)
     settings = config.evaluation
     warn_of_greedy_attempts(settings)
-    async with reading_session(config, store=store, tracking=tracking, what="evaluate") as session:
-        await start_rollout_worker(session, name="evaluator-0", version=version)
-        session.fleet.evaluator = session.fleet.hosted["evaluator-0"]
+    async with in_flow_run(reading_session(config, store=store, tracking=tracking, what="evaluate")) as session:
+        await start_rollout_worker(session, name=EVALUATOR, version=version)
+        session.fleet.evaluator = session.fleet.hosted[EVALUATOR]
         evaluation = await evaluate_policy(session, version=version, settings=settings, adopt_tasks=adopt_tasks)
         problems = try_gate(session.log, evaluation, min_score=settings.gate_score, max_gap=config.gate_gap)
         await track(session.mirror)
     raise_if_failed(evaluation)
     return {"run": run, **dataclasses.asdict(evaluation), "gate": problems}
+
+
+async def begin(session: RunSession, *, version: int, settings: EvaluationSettings, adopt_tasks: bool) -> None:
+    """What a command begins before the flow run: an engine, and on it the evaluation."""
+    with session.before_flow_run():
+        await start_rollout_worker.fn(session, name=EVALUATOR, version=version)
+        session.fleet.evaluator = session.fleet.hosted[EVALUATOR]
+        evaluating(session, version=version, settings=settings, adopt_tasks=adopt_tasks)
 
 
 def plan_evaluation(

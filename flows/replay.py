@@ -14,7 +14,7 @@ from settings.run_file import make_config, training_changes, with_training_chang
 from tasks.base_model import provide_reference
 from tasks.checks.preflight import check_model
 from tasks.replay import check_replay, describe_replay, lead_up, retrain, save_policy, start_replay
-from tasks.session import reading_session
+from tasks.session import in_flow_run, reading_session
 
 
 @flow(name="replay", flow_run_name="{run}", persist_result=False)
@@ -45,7 +45,7 @@ async def replay(
     is_another = teacher != config.train.reference.model and bool(teacher)
     if is_another:
         check_model(teacher)
-    async with reading_session(changed, store=store, what="replay", trains=True) as session:
+    async with in_flow_run(reading_session(changed, store=store, what="replay", trains=True)) as session:
         # Where to compute is no part of the maths: it holds for the steps before the span too.
         where = {"train.device": changed.train.device, "train.num_ranks": changed.train.num_ranks}
         recorded = with_training_changes(config, where)

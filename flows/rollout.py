@@ -19,7 +19,7 @@ from settings.errors import InvalidInput
 from settings.run_file import RunConfig, make_config
 from tasks.producers import follow, look_up_run, producer_name, wait_for_policy
 from tasks.rollout import produce, start_rollout_worker
-from tasks.session import producing_session
+from tasks.session import in_flow_run, producing_session
 
 
 @flow(name="rollout", flow_run_name="{run}", persist_result=False)
@@ -41,7 +41,7 @@ async def rollout(
             long to come back.
     """
     config = plan_rollouts(run=run, store=store, name=name, shards=shards, patience=patience)
-    async with producing_session(config, store=store, name=producer_name(name)) as session:
+    async with in_flow_run(producing_session(config, store=store, name=producer_name(name))) as session:
         reason = "the run is over"
         if await wait_for_policy(session, workflow=config.workflow, patience=patience):
             worker = session.fleet.next_name()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from tasks.evaluation import try_gate
 from tasks.mirror import track
 from tasks.prefect.run_page import announce
 from tasks.rollout import evaluate_policy, produce, publish_policy, start_rollout_worker
-from tasks.session import RunSession, training_session
-from tasks.steps import forget_results, next_batch, start_trainer, train_step, unsearched, watched
+from tasks.session import RunSession, in_flow_run, training_session
+from tasks.steps import forget_results, next_batch, open_trainer, start_trainer, train_step, unsearched, watched
 
 
 @flow(name="train-grpo", flow_run_name="{run}", persist_result=False)
@@ -80,7 +81,7 @@ async def train_grpo(
     }
     config = make_config(absolute_paths(document, Path.cwd()), source="flow parameters")
     tasks = (CHECKED.get() or check_run(config, adopt_tasks=adopt_tasks)).tasks
-    async with training_session(config, tasks=tasks, adopt_tasks=adopt_tasks) as session:
+    async with in_flow_run(training_session(config, tasks=tasks, adopt_tasks=adopt_tasks)) as session:
         async with listening(session):
             await resumed(session)  # one that was paused stays so, without an engine
             telling_mlflow = asyncio.create_task(track(session.mirror))  # beside the start of the engines
@@ -98,23 +99,47 @@ async def something_is_left(session: RunSession, config: RunConfig) -> bool:
     return not await asyncio.to_thread(session.fleet.newest_is_served)
 
 
+async def begin(session: RunSession, config: RunConfig) -> None:
+    """What a command begins before the flow run: everything up to the first tokens, and then the trainer."""
+    if session.log.refresh().paused or not await something_is_left(session, config):
+        return
+    with session.before_flow_run():
+        await start_engines(session, config, provide_base_model.fn, start_rollout_worker.fn)
+        session.once("start-trainer", lambda: open_trainer(session, config))
+
+
 async def start(session: RunSession, config: RunConfig) -> None:
-    """Base policy first, then engines and trainer at the same time."""
-    await provide_base_model(session, config=config)
+    """Engines first, and the trainer beside them only if there are cores for it: the first tokens need no trainer."""
+    together = session.fleet.leaves_cores(config.train.num_ranks)
+    async with asyncio.TaskGroup() as starting:
+        if together:
+            starting.create_task(start_trainer(session, config=config))
+        await start_engines(session, config, provide_base_model, start_rollout_worker)
+        if not together:
+            starting.create_task(start_trainer(session, config=config))
+
+
+async def start_engines(
+    session: RunSession, config: RunConfig, provide: Callable[..., Any], launch: Callable[..., Any]
+) -> None:
+    """The base policy by `provide`, then each engine by `launch`; their workers begin at once. A second call finds that
+    done."""
+    await provide(session, config=config)
     session.housekeeping.announce()
     session.fleet.check_transfer()
-    workers = [session.fleet.next_name() for _ in range(config.rollout.num_workers)]
+    workers = session.fleet.first_names(config.rollout.num_workers)
     evaluators = ["evaluator-0"] if config.evaluation.own_engine else []
-    starting = [start_rollout_worker(session, name=name) for name in (*workers, *evaluators)]
-    *checksums, _ = await asyncio.gather(*starting, start_trainer(session, config=config))
+    checksums = await asyncio.gather(*(launch(session, name=name) for name in (*workers, *evaluators)))
     # The libraries stay until the end: the collector need not walk them again and again, while a round waits. After the
     # second look it no longer counts them: it would look at what is old only once there is a quarter more of it.
     gc.collect()
     gc.freeze()
     gc.collect()
-    session.fleet.mark_served(checksums)
-    await session.fleet.take_part(workers)
-    session.fleet.evaluator = session.fleet.hosted.get("evaluator-0")
+    if not session.fleet.workers:
+        session.fleet.mark_served(checksums)
+        await session.fleet.take_part(workers)
+        session.fleet.evaluator = session.fleet.hosted.get("evaluator-0")
+        await session.fleet.refresh()
 
 
 async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.Task[int]) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 from infra.liveness import RayLost, Watch
 from infra.placement import Placement, bundle, check_cluster_answers, gpu_share, node_resources, num_slots, reserve
-from infra.ports import ray_on_loopback
+from infra.ports import ray_of_our_own
 from infra.scratch import scratch_folder, worker_environment
 from infra.worker_process import Host, run_function
 from settings.errors import UserError, disk_full, failure_text_of_output, in_one_line, is_disk_full
@@ -244,7 +244,7 @@ class Cluster:
         # Ray would print the last page of a dead raylet's log.
         ray._private.worker.print_to_stdstream = functools.partial(_keep, self._log_folder / "ray.log")
         try:
-            with ray_on_loopback() if address == "local" else contextlib.nullcontext():
+            with ray_of_our_own() if address == "local" else contextlib.nullcontext():
                 ray.init(**options)
         except BaseException as error:
             self._scratch.close()

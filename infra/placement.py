@@ -62,6 +62,11 @@ def gpu_memory() -> list[GpuMemory]:
     return [GpuMemory(name=row[0], total=int(row[2]) * 2**20, free=int(row[3]) * 2**20) for row in rows]
 
 
+def has_cores_for(num_processes: int) -> bool:
+    """Whether each of so many processes may start at the same time and have a core of this machine meanwhile."""
+    return len(os.sched_getaffinity(0)) >= num_processes
+
+
 def nodes_to_use() -> list[dict[str, float]]:
     """Resources of each node of the cluster at `RAY_ADDRESS`, or without it of this machine, which Ray is not asked
     for. Raises `InvalidInput` if the cluster does not answer."""

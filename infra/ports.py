@@ -44,17 +44,26 @@ def somebody_listens(port: int) -> bool:
 
 
 @contextlib.contextmanager
-def ray_on_loopback() -> Iterator[None]:
-    """Let Ray's processes that start meanwhile, and theirs, listen on loopback alone: it has no option for that, and
-    takes 127.0.0.1 for the address of the node only where clusters have one node, as on Windows."""
+def ray_of_our_own() -> Iterator[None]:
+    """Let Ray's processes that start meanwhile, and theirs, listen on loopback alone, and start fewer of them.
+
+    Ray has no option for either. It takes 127.0.0.1 for the address of the node only where clusters have one node, as
+    on Windows. Its autoscaler, its pages and what carries logs to the driver are Python processes which we do not use.
+    """
     from ray._private import ray_constants
+    from ray._private.node import Node
 
     name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     chosen, os.environ[name] = os.environ.get(name), "0"
+    needless = {starts: getattr(Node, starts) for starts in ("start_monitor", "start_log_monitor", "start_api_server")}
+    for starts in needless:
+        setattr(Node, starts, lambda *_, **__: None)
     try:
         yield
     finally:
+        for starts, method in needless.items():
+            setattr(Node, starts, method)
         ray_constants.ENABLE_RAY_CLUSTER = before
         os.environ.pop(name)
         if chosen is not None:

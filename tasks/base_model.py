@@ -31,6 +31,10 @@ DEMONSTRATIONS = 50_000
 async def provide_base_model(session: RunSession, *, config: RunConfig) -> Policy:
     """Version 0 of the run. A model made or copied once is found again by its content, by every later run in the store;
     the run goes on with what it began with, whatever becomes of the folder."""
+    return await session.once("base-model", lambda: _base_model(session, config))
+
+
+async def _base_model(session: RunSession, config: RunConfig) -> Policy:
     log, reference = session.log, config.train.reference.model
     if 0 in log.state.policies:
         return log.state.policies[0]

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from infra.cluster import Cluster, Hosted, WorkerDied
 from infra.environment import cache_folder, code_version
-from infra.placement import gpus_of
+from infra.placement import gpus_of, has_cores_for
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.engine import WeightUpdate
 from rollouts.production.failures import Failures
@@ -72,6 +72,7 @@ class Fleet:
         self._num_engines = num_engines
         self._outside = outside
         self._numbered = (f"{names}-{number}" for number in itertools.count())
+        self._first: list[str] = []
         self._has_workers = asyncio.Event()
         self._replacements_left = REPLACEMENTS
         self._lookout = Lookout(log)
@@ -82,6 +83,17 @@ class Fleet:
     def next_name(self) -> str:
         """A name that no rollout worker of this session has had."""
         return next(self._numbered)
+
+    def first_names(self, num_workers: int) -> list[str]:
+        """Those of the session's first workers, the same ones each time."""
+        while len(self._first) < num_workers:
+            self._first.append(self.next_name())
+        return self._first[:num_workers]
+
+    def leaves_cores(self, num_ranks: int) -> bool:
+        """Whether so many ranks of a trainer may start beside the engines, each with a core of this machine for what it
+        imports; of an engine there are two processes."""
+        return has_cores_for(2 * self._num_engines + num_ranks)
 
     async def start(self, name: str, *, version: int | None = None) -> str:
         """Load a policy, the live one by default, into a new worker's engine; returns the checksum of its weights.

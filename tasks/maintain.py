@@ -70,7 +70,7 @@ class Housekeeping:
         settings, recorded = config.retention, run_config(log)
         # A run that began before there was the table keeps everything, unless somebody has written the table since.
         self._every = settings.every if "retention" in recorded or settings.model_fields_set else 0
-        self._config, self._log, self._is_busy, self._has_failed = config, log, False, False
+        self._config, self._log, self._is_busy, self._has_failed, self._announced = config, log, False, False, False
         self._done_at: int | None = None
         rules = Rules(
             keep_last=settings.keep_last,
@@ -83,7 +83,10 @@ class Housekeeping:
         self._report: RunReport | None = None
 
     def announce(self) -> None:
-        """Say what will be kept, and the space that the whole run will take; a warning if there is less."""
+        """Say once what will be kept, and the space that the whole run will take; a warning if there is less."""
+        if self._announced:
+            return
+        self._announced = True
         settings, store = self._config.retention, self._log.store
         kept = "retention is off, so everything is kept"
         if self._every:

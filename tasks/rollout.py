@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable
+from functools import partial
 from typing import Any
 
 from prefect import task
@@ -25,7 +27,7 @@ logger = logging.getLogger("millrace.rollout")
 @task(name="start-rollout-worker", task_run_name="start-{name}", persist_result=False)
 async def start_rollout_worker(session: RunSession, *, name: str, version: int | None = None) -> str:
     """Load a policy into the engine of a new worker; see `Fleet.start`."""
-    return await session.fleet.start(name, version=version)
+    return await session.once(f"start-{name}", lambda: session.fleet.start(name, version=version))
 
 
 @task(
@@ -86,6 +88,11 @@ async def produce(session: RunSession, name: str) -> None:
             name = fleet.next_name()
 
 
+def evaluating(session: RunSession, *, version: int, **how: Any) -> Awaitable[Evaluation]:
+    """The work of `evaluate_policy`."""
+    return session.once(f"evaluate-{version}", partial(session.fleet.evaluate, version=version, **how))
+
+
 @task(
     name="evaluate",
     task_run_name="evaluate-{version}",
@@ -97,7 +104,7 @@ async def evaluate_policy(
     session: RunSession, *, version: int, settings: EvaluationSettings, adopt_tasks: bool = False
 ) -> Evaluation:
     """Held-out score of a policy version; see `Fleet.evaluate`. If the worker dies, the next one does it again."""
-    evaluation = await session.fleet.evaluate(version=version, settings=settings, adopt_tasks=adopt_tasks)
+    evaluation = await evaluating(session, version=version, settings=settings, adopt_tasks=adopt_tasks)
     log_evaluation(evaluation)
     if problem := failure_of(evaluation):
         logger.warning(problem)

@@ -21,8 +21,9 @@ import os
 import platform
 import sys
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 from infra.cluster import Cluster
 from infra.environment import code_version, prepare_environment
@@ -52,6 +53,8 @@ from tasks.prefect.run_page import RunPage
 from tasks.trainer import TrainerHandle
 
 logger = logging.getLogger("millrace.session")
+
+Result = TypeVar("Result")
 
 LAST_WORDS_SECONDS = 8.0
 """For MLflow, when a run stops or fails: Prefect kills a process 30 s after Cancel."""
@@ -83,6 +86,27 @@ class RunSession:
         mirror = self.mirror = TrackingMirror(log, tracking=tracking, is_trainer=bool(id))
         self.housekeeping = Housekeeping(mirror.log, config)
         self.page = RunPage(log, steps=config.steps, tracking=mirror.uri, mlflow_run=lambda: mirror.run_page)
+        self._before_flow_run = False
+        self._begun: dict[str, asyncio.Future[Any]] = {}
+        self._is_over = False
+
+    def once(self, name: str, work: Callable[[], Awaitable[Result]]) -> Awaitable[Result]:
+        """The work of a Prefect task. If it began before the flow run, the task waits for what has begun; if that has
+        failed, the task's next try does the work anew."""
+        begun = self._begun.pop(name, None)
+        if not self._before_flow_run:
+            return work() if begun is None else begun
+        self._begun[name] = asyncio.ensure_future(work())
+        return self._begun[name]
+
+    @contextlib.contextmanager
+    def before_flow_run(self) -> Iterator[None]:
+        """What is done by `once` inside is kept for the tasks of the flow run."""
+        self._before_flow_run = True
+        try:
+            yield
+        finally:
+            self._before_flow_run = False
 
     def end(self, outcome: Outcome, reason: str = "") -> None:
         """Say in the log how this session ended; only its first word counts."""
@@ -92,20 +116,22 @@ class RunSession:
     async def ending(self) -> AsyncIterator[None]:
         """After the body, and what it started, is over: say how in the log, and bring MLflow and Prefect's page to it.
 
-        A session that does not train says nothing. When the run stops or fails, MLflow has `LAST_WORDS_SECONDS`.
+        A session that does not train says nothing. When the run stops or fails, MLflow has `LAST_WORDS_SECONDS`. Of one
+        inside another the inner one says it.
         """
         try:
             yield
-            if self.id:
+            if self.id and not self._is_over:
                 self.end("finished")
         except BaseException as error:
             redact_error(error)
-            if self.id:
+            if self.id and not self._is_over:
                 await self._give_up(error)
             raise
         finally:
-            if await prefect_answers() and self.id:
+            if not self._is_over and await prefect_answers() and self.id:
                 await self.page.update(finished=True)
+            self._is_over = True
 
     async def _give_up(self, error: BaseException) -> None:
         try:
@@ -121,7 +147,23 @@ class RunSession:
 def _prepare() -> None:
     prepare_environment()
     say_outages_once(os.environ.get("PREFECT_API_URL", "its address in this process"))
-    log_to_prefect()
+
+
+OPENED: ContextVar[RunSession | None] = ContextVar("opened", default=None)
+"""Set if a command has opened the session of the flow that it starts."""
+
+
+@contextlib.asynccontextmanager
+async def in_flow_run(opening: contextlib.AbstractAsyncContextManager[RunSession]) -> AsyncIterator[RunSession]:
+    """The session of a flow run: the one that a command has opened, and begun to work with, or else `opening`'s."""
+    opened = OPENED.get()
+    async with opening if opened is None else contextlib.nullcontext(opened) as session:
+        log_to_prefect()
+        async with cancellable(), session.ending():
+            try:
+                yield session
+            finally:
+                await session.fleet.close()
 
 
 def run_log(*, store: str, run: str, appends: bool = False) -> RunLog:
@@ -210,6 +252,6 @@ async def _session(
     cluster = Cluster(**places, num_workers=shares, gpus_per_engine=gpus_per_engine)
     with PeakMemory() as memory:
         session = RunSession(log, cluster, config, memory=memory, num_engines=max(1, num_engines), **options)
-        async with cancellable(), session.ending(), cluster:
+        async with session.ending(), cluster:
             check_shares(cluster.nodes, num_workers=shares, gpus_per_engine=gpus_per_engine, num_ranks=num_ranks)
             yield session

@@ -52,9 +52,15 @@ async def watched(session: RunSession, waiting: Awaitable[Result], *, what: str,
 @task(name="start-trainer", persist_result=False)
 async def start_trainer(session: RunSession, *, config: RunConfig) -> None:
     """Load the policy and resume the optimizer, re-training recorded steps if no state was saved since."""
-    path, sends = "trainers.worker:TrainerWorker", config.engine.weight_transfer != "store"
-    if replayed := await session.trainer.open("trainer-0", path, settings=config.train, config=config, sends=sends):
+    if replayed := await session.once("start-trainer", lambda: open_trainer(session, config)):
         logger.info("re-trained %d recorded steps from their shards to restore the optimizer", replayed)
+
+
+async def open_trainer(session: RunSession, config: RunConfig) -> int:
+    """How many recorded steps were trained again."""
+    path, sends = "trainers.worker:TrainerWorker", config.engine.weight_transfer != "store"
+    opening = session.trainer.open("trainer-0", path, settings=config.train, config=config, sends=sends)
+    return int(await opening)
 
 
 async def next_batch(session: RunSession, *, config: RunConfig) -> Claim:

@@ -5,6 +5,7 @@ In: a run, a version and what to change about the run's own evaluation. Out: avg
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -51,15 +52,20 @@ def evaluate_run(
     `changes` are settings of the run's own evaluation: `split`, `num_tasks`, `n_samples`, `temperature`. What cannot
     work is refused before anything heavy starts; so are other tasks than the run has had, unless `adopt_tasks`.
     """
-    from cli.run.flow import run_flow
-    from flows.evaluate import evaluate, plan_evaluation
+    from cli.run.flow import HeadStart, run_flow
+    from flows.evaluate import begin, evaluate, plan_evaluation
+    from tasks.session import reading_session
 
     changes = {key: value for key, value in changes.items() if value is not None}
-    plan_evaluation(run=run, store=store, version=version, wanted=changes, adopt_tasks=adopt_tasks)
+    config, chosen = plan_evaluation(run=run, store=store, version=version, wanted=changes, adopt_tasks=adopt_tasks)
+    early = HeadStart(
+        open=partial(reading_session, config, store=store, what="evaluate"),
+        begin=partial(begin, version=chosen, settings=config.evaluation, adopt_tasks=adopt_tasks),
+    )
     console = console or open_console()
     with console.status(f"evaluating {run}") as spinner:
-        flow = evaluate(run=run, store=store, version=version, adopt_tasks=adopt_tasks, **changes)
-        return run_flow(flow, console, on_interrupt=spinner.stop)
+        flow = partial(evaluate, run=run, store=store, version=chosen, adopt_tasks=adopt_tasks, **changes)
+        return run_flow(flow, console, early=early, on_interrupt=spinner.stop)
 
 
 def print_evaluation(evaluation: dict[str, Any], console: Console) -> None:

@@ -1,6 +1,9 @@
 """A Prefect flow in this process: what `millrace train`, `eval`, `replay` and `produce` have in common.
 
-In: the flow. Out: what it returns, once Prefect's server in this process has its history.
+    session ─▶ engines ─▶ first tokens ──────────────────────────────▶ goes on in the flow run
+                   └─▶ Prefect's server starts ─▶ it answers ─▶ flow run ──┘
+
+In: the flow. Out: what it returns, once Prefect's server beside this process has its history.
 """
 
 from __future__ import annotations
@@ -13,44 +16,52 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.logging import RichHandler
 
 from infra.environment import make_home
+from infra.placement import has_cores_for
+from infra.prefect_server import ServerBeside
 from infra.services import ServiceFailed, check_prefect_database, end_orphaned_servers, running_services
 from infra.structured_logs import log_driver, logs_are_json
-from settings.errors import UserError
 from settings.places.hints import command
 from settings.places.state_folder import home
 from settings.redaction import without_secrets
 
+if TYPE_CHECKING:
+    from tasks.session import RunSession
+
 Result = TypeVar("Result")
+
+logger = logging.getLogger("millrace.flow")
 
 SECONDS_TO_STOP = 10.0
 SECONDS_TO_ANSWER = 10.0
+_ENGINE_AND_SERVER = 4
+"""Processes that import at the same time: this one, an engine's two, and Prefect's server."""
+_beside: ServerBeside | None = None
+"""Prefect's server of this process, for all its flows; None if there is another, or before the first flow."""
 
 
 def run_flow(
-    flow: Coroutine[Any, Any, Result], console: Console, *, on_interrupt: Callable[[], None] = lambda: None
+    flow: Callable[[], Awaitable[Result]],
+    console: Console,
+    *,
+    early: HeadStart | None = None,
+    on_interrupt: Callable[[], None] = lambda: None,
 ) -> Result:
     """Await a Prefect flow in this process: our messages on the console, Prefect's own only from warnings on. The first
     Ctrl-C calls `on_interrupt`, which may have a spinner to take away.
 
     Raises `ServiceFailed` if Prefect's server is away, `InvalidInput` for a state folder that cannot be made.
     """
-    try:
-        make_home()
-        end_orphaned_servers(home())
-        use_running_services()
-        if not os.environ.get("PREFECT_API_URL"):
-            check_prefect_database(home())
-        _check_prefect_answers()
-    except UserError:
-        flow.close()
-        raise
+    make_home()
+    end_orphaned_servers(home())
+    _choose_prefect()
     from tasks.prefect.run_logs import progress
 
     ours = logging.getLogger("millrace")
@@ -70,7 +81,7 @@ def run_flow(
     from prefect.exceptions import TerminationSignal
 
     try:
-        return asyncio.run(_awaited(flow, console, on_interrupt))
+        return asyncio.run(_awaited(_in_order(flow, early), console, on_interrupt))
     except TerminationSignal:  # SIGTERM; the flow has ended as with Ctrl-C
         raise SystemExit(128 + signal.SIGTERM) from None
 
@@ -78,27 +89,84 @@ def run_flow(
 def use_running_services() -> None:
     """Let a flow in this process report to the Prefect server of `millrace up`, when there is one."""
     server = running_services(home()).get("prefect")
-    if server is not None:
-        os.environ.setdefault("PREFECT_API_URL", f"{server.url}/api")
+    if server is not None and "PREFECT_API_URL" not in os.environ:
+        _report_to(server.url)
 
 
-def _check_prefect_answers() -> None:
-    """Raises `ServiceFailed` if `PREFECT_API_URL` names a server that does not answer."""
+def _report_to(server: str) -> None:
+    os.environ["PREFECT_API_URL"] = f"{server}/api"
+    from prefect.context import refresh_global_settings_context
+
+    refresh_global_settings_context()  # Prefect may have been imported, and read its settings then
+
+
+def _choose_prefect() -> None:
+    """The server that flows of this process report to: one that is named, that of `millrace up`, or one of our own.
+
+    Raises `ServiceFailed` if the named one does not answer, or if ours could not open its database.
+    """
+    global _beside
+    if _beside is not None and os.environ.get("PREFECT_API_URL") == f"{_beside.url}/api":
+        if _beside.home == home():
+            return
+        _beside.stop()
+        _beside = None
+        del os.environ["PREFECT_API_URL"]
+    use_running_services()
     import httpx
     from prefect.settings import PREFECT_API_URL
 
-    if not (url := PREFECT_API_URL.value()):
-        return  # one is started in this process
-    try:
-        httpx.get(f"{url}/health", timeout=SECONDS_TO_ANSWER)
-    except httpx.TransportError as error:
-        raise ServiceFailed(
-            f"Prefect at {without_secrets(url)} does not answer ({type(error).__name__}): start it, on this machine "
-            f"by `{command('up')}`, or unset PREFECT_API_URL and go without its pages"
-        ) from error
+    if url := PREFECT_API_URL.value():
+        try:
+            httpx.get(f"{url}/health", timeout=SECONDS_TO_ANSWER)
+        except httpx.TransportError as error:
+            raise ServiceFailed(
+                f"Prefect at {without_secrets(url)} does not answer ({type(error).__name__}): start it, on this "
+                f"machine by `{command('up')}`, or unset PREFECT_API_URL and go without its pages"
+            ) from error
+        return
+    check_prefect_database(home())
+    _beside = ServerBeside(home())
+    _report_to(_beside.url)
 
 
-async def _awaited(flow: Coroutine[Any, Any, Result], console: Console, on_interrupt: Callable[[], None]) -> Result:
+@dataclass(frozen=True, kw_only=True)
+class HeadStart:
+    """What a command does before Prefect's server has started, which takes as long as an engine on two cores."""
+
+    open: Callable[[], contextlib.AbstractAsyncContextManager[RunSession]]
+    """Opens the session of the flow."""
+    begin: Callable[[RunSession], Awaitable[None]]
+    """Begins its work. What fails meanwhile fails again in the flow run, so that Prefect shows it too."""
+
+
+async def _in_order(flow: Callable[[], Awaitable[Result]], early: HeadStart | None) -> Result:
+    """Head start, Prefect's server, flow. On a machine of many cores the server starts beside the engine.
+
+    Raises `ServiceFailed` if the server does not start.
+    """
+    from tasks.prefect.run_logs import kept_for_prefect
+
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(kept_for_prefect())
+        if _beside is not None and (early is None or has_cores_for(_ENGINE_AND_SERVER)):
+            _beside.start()
+        if early is not None:
+            from tasks.session import OPENED
+
+            try:
+                session = await stack.enter_async_context(early.open())
+                OPENED.set(session)
+                await early.begin(session)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the flow raises it
+                logger.debug("before the flow run: %r", error)
+        if _beside is not None:
+            _beside.start()
+            await _beside.answers()
+        return await flow()
+
+
+async def _awaited(flow: Awaitable[Result], console: Console, on_interrupt: Callable[[], None]) -> Result:
     from prefect.exceptions import Abort
 
     # Prefect attaches a console handler of its own at import; ours is enough.
@@ -128,22 +196,20 @@ async def _awaited(flow: Coroutine[Any, Any, Result], console: Console, on_inter
         if interrupted.is_set() or isinstance(error, asyncio.CancelledError | Abort):
             raise KeyboardInterrupt from None
         raise
-    await drain_history()
+    if _beside is not None:
+        await drain_history()
     return result
 
 
 async def drain_history(*, quiet_seconds: float = 2.0, at_most_seconds: float = 20.0) -> None:
-    """Wait until Prefect's server in this process has taken in every task run: until their number stands still.
+    """Wait until Prefect's server of this process has taken in every task run: until their number stands still.
 
     The server dies with us, and so does its queue; one that has died before has nothing to wait for. A server elsewhere
     lives on, and Prefect sends it the rest at our exit.
     """
     import httpx
     from prefect import get_client
-    from prefect.settings import PREFECT_API_URL
 
-    if PREFECT_API_URL.value():
-        return
     seen, since = -1, time.monotonic()
     deadline = since + at_most_seconds
     with contextlib.suppress(httpx.TransportError):

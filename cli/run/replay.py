@@ -82,7 +82,9 @@ def replay_run(
     _, saved = check_replay(store=store, run=run, first=first, last=last, rewards=rewards, save=save)
     with_training_changes(make_config(saved, source=f"run {run}"), changes or {})
     console = console or open_console()
-    flow = replay(run=run, store=store, first=first, last=last, changes=changes, rewards=rewards, save=save)
+    flow = functools.partial(
+        replay, run=run, store=store, first=first, last=last, changes=changes, rewards=rewards, save=save
+    )
     with console.status(f"replaying {run}") as spinner:
         return run_flow(flow, console, on_interrupt=spinner.stop)
 

@@ -5,6 +5,7 @@ In: a run, and how much of it. Out: shards in the run's log; or every attempt wi
 
 from __future__ import annotations
 
+from functools import partial
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +39,7 @@ def produce(
     options: dict[str, Any] = {"run": run, "store": store, "name": name, "shards": shards, "patience": patience}
     plan_rollouts(**options)  # refuses what cannot work before anything heavy starts
     console = open_console()
-    ended = run_flow(rollout(**options), console)["ended"]
+    ended = run_flow(partial(rollout, **options), console)["ended"]
     console.print(f"no more rollouts for run {escape(run)} from here: {escape(ended)}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -96,7 +97,7 @@ def train_run(
 
     prepare_environment(folder_of(run))
     from cli.operate.status import run_status
-    from cli.run.flow import run_flow
+    from cli.run.flow import HeadStart, run_flow
     from cli.run.progress import Follower
     from settings.run_file import default_values, load_run_file
     from storage.log.runs import create_run, trainer_lock
@@ -110,7 +111,15 @@ def train_run(
     with trainer_lock(log):
         pass  # another trainer is an error before anything heavy starts
     with Follower(log, steps=config.steps, console=console) as follower:
-        missing = run_flow(_train(config, checked, adopt_tasks), console, on_interrupt=follower.stop_spinner)
+        from flows.train_grpo import begin
+        from tasks.session import training_session
+
+        early = HeadStart(
+            open=partial(training_session, config, tasks=checked.tasks, adopt_tasks=adopt_tasks),
+            begin=partial(begin, config=config),
+        )
+        flow = partial(_train, config, checked, adopt_tasks)
+        missing = run_flow(flow, console, early=early, on_interrupt=follower.stop_spinner)
     status = run_status(log)
     files = [] if isinstance(run, dict) else [run] if isinstance(run, Path) else run
     words = [*map(str, files), *(f"{key}={_typed(value)}" for key, value in (overrides or {}).items())]

@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import distributions
 from multiprocessing import forkserver
 from typing import Any
@@ -55,15 +56,18 @@ class CoreStart:
             with _inherited(KEEPS_FREED_MEMORY), own_packages_first(), _root_cause():
                 yield
             return
+        from vllm.model_executor.models import registry
         from vllm.v1.engine import utils
 
-        original = utils.get_mp_context
-        utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
-        try:
-            with _root_cause():
-                yield
-        finally:
-            utils.get_mp_context = original
+        context = partial(multiprocessing.get_context, "forkserver")
+        # vLLM looks at a model's class in a process of its own, so that this one does not initialize CUDA: that process
+        # imports all of vLLM, once for each state folder and kind of model.
+        with (
+            _replaced(utils, get_mp_context=context),
+            _replaced(registry, _run_in_subprocess=lambda look: look()),
+            _root_cause(),
+        ):
+            yield
 
 
 def in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -100,6 +104,17 @@ def _root_cause() -> Iterator[None]:
         if "root cause" in str(error) and (cause := failure_text_of_output(written_since(begun))):
             raise CoreFailed(cause) from error
         raise
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, **values: Any) -> Iterator[None]:
+    """A module of vLLM has these instead inside this context."""
+    before = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
 
 
 @contextlib.contextmanager

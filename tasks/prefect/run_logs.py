@@ -6,8 +6,12 @@ sends them from a thread of its own: training waits for no server, and what one 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
+import sys
+from collections.abc import Iterator
+from logging.handlers import MemoryHandler
 
 from prefect.context import FlowRunContext
 from prefect.logging.handlers import APILogHandler
@@ -35,18 +39,40 @@ class _OfFlowRun(logging.Filter):
         return True
 
 
+@contextlib.contextmanager
+def kept_for_prefect() -> Iterator[None]:
+    """Keep our messages for the page of a flow run that is to begin inside, see `log_to_prefect`."""
+    _replace_handler(keeping := MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize))
+    try:
+        yield
+    finally:
+        logging.getLogger("millrace").removeHandler(keeping)
+
+
 def log_to_prefect() -> None:
-    """Show our messages on the page of the flow run this is called in, instead of an earlier one's."""
+    """Show our messages on the page of the flow run this is called in, instead of an earlier one's, and those before
+    that were kept."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         return
-    ours = logging.getLogger("millrace")
-    # Prefect's own is for its level, which is WARNING to keep every task out, and is only there with one of our pools.
-    ours.handlers = [handler for handler in ours.handlers if not isinstance(handler, APILogHandler)]
     handler = APILogHandler(level=logging.INFO)
     handler.addFilter(_OfFlowRun(str(context.flow_run.id)))
-    ours.addHandler(handler)
-    ours.setLevel(logging.INFO)
+    for kept in _replace_handler(handler):
+        if isinstance(kept, MemoryHandler):
+            kept.setTarget(handler)
+            kept.close()
+    logging.getLogger("millrace").setLevel(logging.INFO)
+
+
+def _replace_handler(handler: logging.Handler) -> list[logging.Handler]:
+    """Add a handler of our messages in the place of those that this, or Prefect, has added, which are returned.
+
+    Prefect's own is for its level, which is WARNING to keep every task out, and is only there with one of our pools.
+    """
+    ours = logging.getLogger("millrace")
+    replaced = [each for each in ours.handlers if isinstance(each, APILogHandler | MemoryHandler)]
+    ours.handlers = [*(each for each in ours.handlers if each not in replaced), handler]
+    return replaced
 
 
 class Progress:

@@ -128,7 +128,7 @@ def test_a_server_that_is_not_there_is_named_before_anything_starts() -> None:
         temporary_settings({PREFECT_API_URL: NOBODY}),
         pytest.raises(ServiceFailed, match=r"127\.0\.0\.1:9/api does not answer .*unset PREFECT_API_URL") as raised,
     ):
-        run_flow(flow(), Console())
+        run_flow(flow, Console())
     assert not begun and "secret" not in str(raised.value)
 
 
@@ -163,7 +163,7 @@ def test_the_flow_of_a_command_does_not_check_again_what_the_command_has_checked
         return {"missing": ["MLflow lacks 112 of 420 steps; `millrace sync run` writes them"]}
 
     monkeypatch.setattr(flow_module, "train_grpo", train_grpo)
-    monkeypatch.setattr("cli.run.flow.run_flow", lambda flow, console, **_: asyncio.run(flow))
+    monkeypatch.setattr("cli.run.flow.run_flow", lambda flow, console, **_: asyncio.run(flow()))
     shown = printed(f"train {RUN_FILE}")
     assert "MLflow   MLflow lacks 112 of 420 steps; `millrace sync run` writes them\n" in shown
     assert [type(each.workflow).__name__ for each in checks if each] == [

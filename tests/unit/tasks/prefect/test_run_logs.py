@@ -13,7 +13,7 @@ from prefect.logging import handlers
 
 from storage.log.entries import Evaluation, Step
 from tasks.prefect import run_logs
-from tasks.prefect.run_logs import MOST_LINES, Progress, log_evaluation, log_to_prefect
+from tasks.prefect.run_logs import MOST_LINES, Progress, kept_for_prefect, log_evaluation, log_to_prefect
 
 _EVALUATION: dict[str, Any] = {"version": 3, "split": "test", "num_tasks": 4, "shard_id": "e", "seconds": 1.5}
 
@@ -52,12 +52,14 @@ def test_messages_of_every_thread_go_to_the_flow_run_once_and_with_tracebacks(mo
     ours = logging.getLogger("millrace")
     monkeypatch.setattr(ours, "handlers", list(ours.handlers))
     monkeypatch.setattr(ours, "level", logging.WARNING)
-    log_to_prefect()  # outside of a flow run: nothing
     ids = [uuid4(), uuid4()]
-    for flow_run in ids:
-        context = SimpleNamespace(get=lambda flow_run=flow_run: SimpleNamespace(flow_run=SimpleNamespace(id=flow_run)))
-        monkeypatch.setattr(run_logs, "FlowRunContext", context)
-        log_to_prefect()
+    with kept_for_prefect():
+        logging.getLogger("millrace.elsewhere").warning("before both")
+        log_to_prefect()  # outside of a flow run: nothing
+        for flow_run in ids:
+            begun = SimpleNamespace(flow_run=SimpleNamespace(id=flow_run))
+            monkeypatch.setattr(run_logs, "FlowRunContext", SimpleNamespace(get=lambda begun=begun: begun))
+            log_to_prefect()
     thread = threading.Thread(target=lambda: logging.getLogger("millrace.elsewhere").info("from a thread"))
     thread.start()
     thread.join()
@@ -66,7 +68,8 @@ def test_messages_of_every_thread_go_to_the_flow_run_once_and_with_tracebacks(mo
     except ValueError:
         logging.getLogger("millrace.elsewhere").exception("failed")
     assert [(log["flow_run_id"], log["level"], log["message"].splitlines()[0]) for log in sent] == [
+        (str(ids[0]), logging.WARNING, "before both"),
         (str(ids[1]), logging.INFO, "from a thread"),
         (str(ids[1]), logging.ERROR, "failed"),
     ]
-    assert "ValueError: why" in sent[1]["message"] and "Traceback" in sent[1]["message"]
+    assert "ValueError: why" in sent[2]["message"] and "Traceback" in sent[2]["message"]
