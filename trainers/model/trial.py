@@ -20,16 +20,14 @@ import torch
 from torch import nn
 
 from settings.errors import InvalidInput
-from trainers.model.attention import PACKED_ATTENTION, Layout
+from trainers.model.kinds import head_of, pack_layers, unknown_kind
+from trainers.model.layout import Layout
 
 _LENGTHS = (9, 5)  # of two sequences, so different that no padding stands between their tokens
 _WINDOW = 4
 """What windows and chunks are cut to in the trial: both sequences reach past it."""
 _IS_WINDOW = re.compile(r"window|chunk")
 _IS_NONE = re.compile(r"max_window_layers|feed_forward")  # counts layers; does not mix tokens
-_PACKED_KINDS = {"full_attention", "sliding_attention"}
-"""What `layer_types` of a configuration may say. Other kinds keep a state from token to token, or choose the tokens
-they attend to."""
 
 Seen = dict[str, list[torch.Tensor]]
 """What each part of each layer was given, call by call: [1, tokens, …]."""
@@ -49,8 +47,8 @@ def replace_attention(model: Any, folder: Path) -> None:
     with _short_windows(causal_lm):
         with _seen_by_parts(model.layers) as alone:
             parts = [causal_lm(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(_LENGTHS)]
-        causal_lm.set_attn_implementation(PACKED_ATTENTION)
-        if causal_lm.config._attn_implementation != PACKED_ATTENTION:
+        model.head = head_of(causal_lm)
+        if not pack_layers(causal_lm):
             raise InvalidInput(f"{refusal} does not let its attention be replaced; it {change}")
         try:
             with _seen_by_parts(model.layers) as packed:
@@ -79,12 +77,8 @@ def _unseen_in_a_trial(causal_lm: nn.Module) -> str:
     """What a few tokens do not show, for it matters to long rows, or once the weights have grown; or nothing."""
     model: Any = causal_lm
     config, output = model.config.get_text_config(), model.get_output_embeddings()
-    if kinds := set(getattr(config, "layer_types", None) or ()) - _PACKED_KINDS:
-        return f"has layers of kind {min(kinds)!r}"
-    if getattr(config, "final_logit_softcapping", None):
-        return "caps its logits (final_logit_softcapping)"
-    if getattr(output, "bias", None) is not None:
-        return "has a bias on its output matrix"
+    if kind := unknown_kind(model):
+        return f"has layers of kind {kind!r}"
     if getattr(config, "tie_word_embeddings", False) and output.weight is not model.get_input_embeddings().weight:
         return "has an output matrix of its own in its files, while its config.json ties it to the embeddings"
     rope = getattr(config, "rope_parameters", None) or {}

@@ -26,6 +26,8 @@ _SIZES: dict[str, Any] = {
     **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "linear_num_key_heads": 2},
     **{"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "lru_width": 32},
+    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_num_heads": 8, "mamba_head_dim": 8},
+    **{"mamba_d_ssm": 64, "mamba_n_groups": 1, "n_groups": 1, "ssm_state_size": 8},
 }
 _LOADS = """
     afmoe apertus arcee aria_text axk1 bitnet cwm deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe
