@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from settings.errors import InvalidInput
+from trainers.model.experts import Routers
 from trainers.model.kinds import Head, decoder_of
 from trainers.model.layout import Layout, checkpointed, in_layout
 from trainers.model.logprobs import linear_logprobs
@@ -30,6 +31,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.head = Head()
+        self.routers = Routers(causal_lm)
         self._tile_bytes = int(logits_gib * 2**30)
         self._compile = compile
 
@@ -82,7 +84,7 @@ class PolicyModel(nn.Module):
             first_U = layout.end_to_end.place_U
             input_ids_T, position_ids_T = input_ids_T.index_select(0, first_U), position_ids_T.index_select(0, first_U)
             positions_N = computed_T if positions_N is None else computed_T.index_select(0, positions_N)
-        with in_layout(layout):
+        with in_layout(layout), self.routers:
             states: torch.Tensor = decoder_of(self.causal_lm)(
                 input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False
             ).last_hidden_state
