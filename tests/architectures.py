@@ -110,9 +110,7 @@ def packed_and_alone(folder: Path, *, scale: float) -> tuple[float, float]:
     theirs = {name: its.grad for name, its in alone.named_parameters() if its.grad is not None}
     mine = {name: its.grad for name, its in model.causal_lm.named_parameters() if its.grad is not None}
     assert mine.keys() == theirs.keys() and mine
-    floor = 1e-6 * max(
-        float(gradient.norm()) for gradient in theirs.values()
-    )  # saturated
+    floor = 1e-6 * max(float(gradient.norm()) for gradient in theirs.values())  # saturated
     off = max(float((mine[name] - theirs[name]).norm() / (theirs[name].norm() + floor)) for name in mine)
     return float((found - expected).detach().abs().max()), off
 

@@ -1,6 +1,5 @@
 """Every architecture that loads: packs are exact, and a policy has what its base stores. Others: why they do not."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from settings.errors import InvalidInput
 from tests.architectures import packed_and_alone, tiny_config, tiny_folder
 from trainers.checkpoint import load_weights, save_policy
-from trainers.model import kinds
+from trainers.model import layout
 from trainers.model.model import load_model
 from trainers.model.stored import as_stored, refuse_unstored
 
@@ -43,10 +42,7 @@ def test_a_pack_gives_each_sequence_the_logprobs_and_gradients_that_it_has_alone
 def test_a_policy_has_every_tensor_of_its_base_and_goes_back_into_the_model(tmp_path: Path, model_type: str) -> None:
     stored = tiny_folder(tmp_path / "base", tiny_config(model_type))
     model = load_model(tmp_path / "base")
-    is_fused = {name for name, _ in model.causal_lm.named_parameters()} - stored.keys()
-    # Such a policy is written and read as any other; the engine cannot take it in.
-    with pytest.raises(InvalidInput, match="stores its weights under other names") if is_fused else nullcontext():
-        refuse_unstored(model.causal_lm, tmp_path / "base")
+    refuse_unstored(model.causal_lm, tmp_path / "base")
     save_policy(model, tmp_path / "base", tmp_path / "untrained")
     untrained = load_file(tmp_path / "untrained/model.safetensors")
     assert untrained.keys() == stored.keys()
@@ -69,7 +65,7 @@ _REFUSED = [
     ("gpt2", {}, "has no decoder layers under .model.layers"),
     ("deepseek_v32", {}, "has layers of kind 'indexed_attention'"),
     ("deepseek_v4", {}, "has layers of kind 'compressed_sparse_attention'"),
-    ("doge", {}, "needs a mask, or attention that is not causal"),
+    ("doge", {}, "attends by masks of its own"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "rope_type 'dynamic'"),
 ]
 
@@ -92,7 +88,7 @@ def test_the_trial_sees_a_state_that_crosses_sequences_however_small_the_weights
     tmp_path: Path, model_type: str, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If such layers were packed like others. Weights of zero do not hide them."""
-    monkeypatch.setattr(kinds, "run_side_by_side", lambda forward, *arguments, **named: forward(*arguments, **named))
+    monkeypatch.setattr(layout, "run_side_by_side", lambda forward, *arguments, **named: forward(*arguments, **named))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(model_type, initializer_range=scale or 0.2))
     if not scale:
