@@ -62,7 +62,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # started as a file, not as a module
 
 from trainers.data.packing import position_ids  # noqa: E402
-from trainers.model.attention import Layout  # noqa: E402
+from trainers.model.layout import Layout  # noqa: E402
 from trainers.model.model import PolicyModel, load_model  # noqa: E402
 from trainers.objective.aggregation import aggregation_weights  # noqa: E402
 from trainers.objective.losses import LossInputs, clip_loss  # noqa: E402

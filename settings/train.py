@@ -37,6 +37,15 @@ class ReferenceSettings(Block):
     """Folder or Hugging Face id, of the same tokenizer, for `kind = "model"`."""
 
 
+class RouterSettings(Block):
+    """Terms that keep the experts of a model in use; for models that have experts."""
+
+    balance: float = Field(default=0.0, ge=0)
+    """Weight of the load-balance loss: 1 if every sequence spreads evenly over the experts, more if it does not."""
+    z: float = Field(default=0.0, ge=0)
+    """Weight of the router z-loss, the mean square of the log-sum of the router's exponentials."""
+
+
 class LoraSettings(Block):
     """Train low-rank adapters instead of all weights (peft)."""
 
@@ -74,6 +83,8 @@ class TrainSettings(Block):
     """The value function, where the advantage needs one."""
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Weight of the policy's entropy in the objective."""
+    router: RouterSettings = RouterSettings()
+    """Losses of the routers, for models with experts."""
     top_entropy_fraction: float = Field(default=1.0, gt=0, le=1)
     """Train only this share of a step's tokens, those at which the policy was least certain."""
     lora: LoraSettings | None = None

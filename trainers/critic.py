@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from settings.train import TrainSettings
-from trainers.model.attention import Layout
 from trainers.model.batches import Pack
 from trainers.model.distributed import shard
+from trainers.model.layout import Layout
 from trainers.model.model import PolicyModel, load_model
 from trainers.objective.losses import value_loss
 from trainers.optimizer import make_optimizer

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from settings.errors import InvalidInput
 from settings.run_file import RunConfig
 from settings.train import TrainSettings
 from trainers.critic import Critic
@@ -31,6 +32,7 @@ from trainers.health import MOST_UNLIKELY, FiniteCheck, GapMeter, NonFinite, row
 from trainers.kept_policy import KeptPolicy
 from trainers.model.batches import Pack, Spread, attention_length, packs_of
 from trainers.model.distributed import choose_device, keep_freed_memory, shard, start_process_group, sum_over_ranks
+from trainers.model.experts import ROUTER_TERMS, load_metrics, router_terms
 from trainers.model.lora import without_adapters
 from trainers.model.model import PolicyModel, load_model
 from trainers.objective.credit import Looked, assign_credit
@@ -65,6 +67,8 @@ class Trainer:
             keep_freed_memory()
         self._mesh = start_process_group(self.device)
         self.model = self._load(folder, settings)
+        if (settings.router.balance or settings.router.z) and not self.model.routers.number:
+            raise InvalidInput("train.router weighs losses of experts, and this model has none; leave it out")
         self.optimizer = make_optimizer(
             (parameter for parameter in self.model.parameters() if parameter.requires_grad),
             learning_rate=config.learning_rate,
@@ -128,10 +132,12 @@ class Trainer:
             norms.append(group_norms)
             totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
         num_trained = totals.pop("tokens")
-        loss = totals.pop("loss") / len(norms)
+        means = {name: totals.pop(name) / len(norms) for name in ("loss", *ROUTER_TERMS) if name in totals}
+        loads = load_metrics(totals)
         first_tokens, ratio, squared = (start.pop(name) for name in ("tokens", "ratio", "ratio_squared"))
         return {
-            "loss": loss,
+            **means,
+            **loads,
             **mean_metrics(totals, num_tokens=max(1.0, num_trained)),
             **credit.metrics,
             "off_policy_kl": start.pop("off_policy_kl") / first_tokens,
@@ -201,21 +207,22 @@ class Trainer:
                 pack, logprobs, entropy, settings, base_version=base, version=base + number / num_updates
             )
             output = objective(inputs, settings)
+            loss, router_sums = self._with_routers(output.loss, pack)
             if moves_policy:
-                output.loss.backward()
+                loss.backward()
             if number == 0 and not pack.is_idle:
                 meter.add(logprobs, *_gap_values(pack))
             finite.add(
                 pack.tokens,
                 mask_T=pack.mask,
-                loss=output.loss,
+                loss=loss,
                 logprobs=logprobs,
                 sampled=inputs.sampled_logprobs,
                 ratio=(logprobs.detach() - inputs.sampled_logprobs).exp(),
                 advantages=inputs.advantages,
             )
-            sums |= {"loss": float(output.loss.detach()), "tokens": float(pack.mask.sum())}
-            sums |= {**off_policy_sums(inputs), **output.sums}
+            sums |= {"loss": float(loss.detach()), "tokens": float(pack.mask.sum())}
+            sums |= {**off_policy_sums(inputs), **output.sums, **router_sums}
             if self.critic is not None:
                 sums |= self.critic.backward(pack)
             totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
@@ -234,6 +241,21 @@ class Trainer:
         keys = sorted(totals)
         of_all_ranks = self._sum(np.array([totals[key] for key in keys])).tolist()
         return dict(zip(keys, of_all_ranks, strict=True)), norms, gap
+
+    def _with_routers(self, loss: torch.Tensor, pack: Pack) -> tuple[torch.Tensor, dict[str, float]]:
+        """The loss with the terms of `train.router`, and sums of them, of a model with experts."""
+        weights, seen = self._settings.router, self.model.routers.seen
+        if not seen:
+            return loss, {}
+        balance, router_z, counts = router_terms(
+            seen, pack.layout, mask_T=pack.mask, weights_T=pack.values["weights"], sequences_T=pack.sequences
+        )
+        if weights.balance:
+            loss = loss + weights.balance * balance
+        if weights.z:
+            loss = loss + weights.z * router_z
+        terms = (float(term.detach()) for term in (balance, router_z))
+        return loss, {**dict(zip(ROUTER_TERMS, terms, strict=True)), **counts}
 
     def _apply(self, rows: Sequence[str], *, number: int, trains_policy: bool) -> dict[str, float]:
         """Clip the gradients and take one optimizer update; returns the norms before the clip."""

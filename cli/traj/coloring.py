@@ -127,7 +127,7 @@ class Colorist:
         import torch
 
         from trainers.data.packing import position_ids
-        from trainers.model.attention import Layout
+        from trainers.model.layout import Layout
 
         ids_T, lengths = torch.tensor(token_ids), [len(token_ids)]
         layout = Layout(lengths, device=ids_T.device)

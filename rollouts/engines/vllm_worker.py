@@ -116,22 +116,32 @@ class ReloadExtension:
     def _reload(self, what: str, **source: Any) -> None:
         """Run vLLM's in-place reload, then renew output matrices that share their weight with the embeddings.
 
-        Raises `InvalidInput` if a layer got fewer elements than at the first load. vLLM 0.32 only warns of a missing
+        Raises `InvalidInput` if a layer got fewer elements than at the first load, or experts none. vLLM 0.32 only warns of a missing
         tensor, and says nothing if the tensor is a part of a fused one: the layer would compute with uninitialised
         memory.
 
         On the CPU vLLM multiplies with a packed copy of an output matrix. It packs the tensors of the checkpoint anew,
-        but a tied `lm_head` is not among them, so its old copy would stay in use.
+        but a tied `lm_head` is not among them, so its old copy would stay in use. Experts are packed only where their
+        kernel is made: so it is made again.
         """
         from vllm.platforms import current_platform
 
         model = self.model_runner.get_model()
+        methods = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+        experts = [name for name, method in methods.items() if getattr(method, "moe_kernel", None) is not None]
+        for name in experts if current_platform.is_cpu() else ():
+            methods[name].moe_kernel = None
         load_weights, incomplete = model.load_weights, {}
 
         def load_and_check(weights: Iterable[tuple[str, Any]]) -> Any:
             nonlocal incomplete
             loaded = load_weights(weights)
             incomplete = self._incomplete_layers(model)
+            if unchanged := [name for name in experts if incomplete.get(name, "").startswith("0 of")]:
+                raise InvalidInput(
+                    f"vLLM does not take new weights into {unchanged[0]} of {type(model).__name__}; train adapters "
+                    "(train.lora) of a model with these experts"
+                )
             return loaded
 
         model.load_weights = load_and_check

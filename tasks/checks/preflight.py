@@ -79,7 +79,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     check_parser("tool_parser", config.engine.tool_parser)
     check_parser("reasoning_parser", config.engine.reasoning_parser)
     if config.model:
-        check_model(config.model)
+        check_model(config.model, trains_weights=config.train.lora is None)
     elif type(loaded).demonstrations is Workflow.demonstrations:
         raise InvalidInput(f"{config.workflow} has no demonstrations(); write it, or set `model` in the run file")
     else:
@@ -270,12 +270,13 @@ def model_positions(config: RunConfig) -> int | None:
     return num_positions(about_model(config))
 
 
-def check_model(model: str) -> None:
-    """Raise `InvalidInput` or `NotFound` unless `model` is a whole model folder, or the hub, or its cache, has it."""
+def check_model(model: str, *, trains_weights: bool = False) -> None:
+    """Raise `InvalidInput` or `NotFound` unless `model` is a whole model folder, or the hub, or its cache, has it; if
+    `trains_weights`, one that is not quantised."""
     with path_errors(f"model = {model!r}"):
         if (folder := own_folder(model)) is not None:
             try:
-                return check_model_folder(folder)
+                return check_model_folder(folder, trains_weights=trains_weights)
             except InvalidInput as error:
                 raise InvalidInput(f"model = {model!r}: {error}") from error
     if model.startswith((".", "/", "~")) or model.count("/") != 1:

@@ -17,7 +17,7 @@ from torch import nn
 
 from trainers.data.packing import distribute_groups, pack_groups, position_ids, shared_tokens, work_of
 from trainers.data.samples import Samples
-from trainers.model.attention import Layout
+from trainers.model.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -38,11 +38,15 @@ def linear_logprobs(
     targets_T: torch.Tensor,
     *,
     temperature: float,
+    bias_V: torch.Tensor | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
     entropy_grad: bool = False,
     tile_bytes: int = TILE_BYTES,
     compile: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log p(target), entropy in nats), each of shape [T], of softmax(hidden · outputᵀ / temperature).
+    """(log p(target), entropy in nats), each of shape [T], of softmax(logits / temperature), where logits are
+    scale · (hidden · outputᵀ + bias), under a `cap` cap · tanh(logits / cap).
 
     Float32, or float64 for float64 inputs; the softmax is taken in that type whatever type the matrices have.
     `temperature` must be the one the tokens were sampled at: the engine's logprobs are taken after it. The entropy has
@@ -54,24 +58,35 @@ def linear_logprobs(
     if not temperature > 0:
         raise InvalidInput(f"temperature {temperature}: log-probabilities need one above 0")
     num_tokens, vocabulary = len(hidden_TD), len(output_VD)
+    form = _Form(temperature / scale, None if cap is None else cap / temperature)
     if num_tokens * vocabulary * 4 <= min(_KEEP_BYTES, tile_bytes):
-        return _logprobs_of_logits(hidden_TD @ output_VD.T, targets_T, temperature, entropy_grad=entropy_grad)
+        product_TV = hidden_TD @ output_VD.T if bias_V is None else torch.addmm(bias_V, hidden_TD, output_VD.T)
+        return _logprobs_of_product(product_TV, targets_T, form, entropy_grad=entropy_grad)
     keeps = torch.is_grad_enabled() and 2 * num_tokens * vocabulary * hidden_TD.dtype.itemsize <= tile_bytes
     widest = tile_bytes // (1 + keeps) // (num_tokens * _bytes_per_logit(hidden_TD.dtype, compile=compile))
     # A power of two: GPUs multiply matrices of odd widths at a third of their speed, and each width is compiled anew.
     width = vocabulary if widest >= vocabulary else max(_NARROWEST, 2 ** (max(widest, 1).bit_length() - 1))
     logprobs_T, entropy_T = _LinearLogprobs.apply(
-        hidden_TD, output_VD, targets_T, temperature, entropy_grad, width, keeps, compile
+        hidden_TD, output_VD, bias_V, targets_T, form, entropy_grad, width, keeps, compile
     )
     return logprobs_T, entropy_T
 
 
-def _logprobs_of_logits(
-    logits_TV: torch.Tensor, targets_T: torch.Tensor, temperature: float, *, entropy_grad: bool
+class _Form(NamedTuple):
+    """Logits over temperature are product / divisor, or most · tanh(product / divisor / most)."""
+
+    divisor: float
+    most: float | None
+
+
+def _logprobs_of_product(
+    product_TV: torch.Tensor, targets_T: torch.Tensor, form: _Form, *, entropy_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits_TV = logits_TV.to(_softmax_dtype(logits_TV.dtype))
-    if temperature != 1:
-        logits_TV = logits_TV / temperature
+    logits_TV = product_TV.to(_softmax_dtype(product_TV.dtype))
+    if form.divisor != 1:
+        logits_TV = logits_TV / form.divisor
+    if form.most is not None:
+        logits_TV = form.most * torch.tanh(logits_TV / form.most)
     log_p_TV = logits_TV.log_softmax(-1)
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy_T = -torch.linalg.vecdot(log_p_TV.exp(), log_p_TV)
@@ -85,8 +100,9 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_TD: torch.Tensor,
         output_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
         targets_T: torch.Tensor,
-        temperature: float,
+        form: _Form,
         entropy_grad: bool,
         width: int,
         keeps: bool,
@@ -97,16 +113,16 @@ class _LinearLogprobs(torch.autograd.Function):
         # Four tensors: with one of them twice the first slice would be compiled by itself.
         sums = tuple(torch.full((len(hidden_TD),), value, **numbers) for value in (-math.inf, 0.0, 0.0, 0.0))
         kept = []
-        for start, output_WD in _slices(output_VD, width):
-            logits_TW = _logits(hidden_TD, output_WD, temperature)
+        for start in range(0, len(output_VD), width):
+            logits_TW = _logits(hidden_TD, output_VD, bias_V, form, start, width)
             sums = fold(logits_TW, targets_T - start, *sums)
             if keeps:
                 kept.append(logits_TW)
         top_T, total_T, moment_T, target_T = sums
         log_total_T = total_T.log()
         logprobs_T, entropy_T = target_T - top_T - log_total_T, log_total_T - moment_T / total_T
-        ctx.save_for_backward(hidden_TD, output_VD, targets_T, top_T + log_total_T, entropy_T, *kept)
-        ctx.arguments = temperature, entropy_grad, width, compile
+        ctx.save_for_backward(hidden_TD, output_VD, bias_V, targets_T, top_T + log_total_T, entropy_T, *kept)
+        ctx.arguments = form, entropy_grad, width, compile
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy_T)
         return logprobs_T, entropy_T
@@ -116,21 +132,28 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_T: torch.Tensor, grad_entropy_T: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden_TD, output_VD, targets_T, log_sum_T, entropy_T, *kept = ctx.saved_tensors
-        temperature, entropy_grad, width, compile = ctx.arguments
+        hidden_TD, output_VD, bias_V, targets_T, log_sum_T, entropy_T, *kept = ctx.saved_tensors
+        form, entropy_grad, width, compile = ctx.arguments
         turn = _compiled(_turn_into_gradient) if compile else _turn_into_gradient
-        wants_hidden, wants_output = ctx.needs_input_grad[:2]
+        wants_hidden, wants_output, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=log_sum_T.dtype) if wants_hidden else None
         grad_output_VD = torch.empty_like(output_VD) if wants_output else None
-        for number, (start, output_WD) in enumerate(_slices(output_VD, width)):
+        grad_bias_V = torch.empty_like(bias_V) if wants_bias and bias_V is not None else None
+        for number, start in enumerate(range(0, len(output_VD), width)):
+            output_WD = output_VD[start : start + width]
+            logits_TW = kept[number] if kept else _logits(hidden_TD, output_VD, bias_V, form, start, width)
             gradient_TW = turn(
-                kept[number] if kept else _logits(hidden_TD, output_WD, temperature),
+                logits_TW,
                 targets_T - start,
                 log_sum_T,
                 entropy_T,
-                grad_logprobs_T / temperature,
-                grad_entropy_T / temperature if entropy_grad else None,
+                grad_logprobs_T / form.divisor,
+                grad_entropy_T / form.divisor if entropy_grad else None,
             )
+            if form.most is not None:  # the derivative of the cap
+                gradient_TW = gradient_TW * (1 - (logits_TW / form.most).square())
+            if grad_bias_V is not None:
+                grad_bias_V[start : start + width] = gradient_TW.sum(0)
             if grad_hidden_TD is not None:
                 if hidden_TD.dtype == grad_hidden_TD.dtype:
                     grad_hidden_TD.addmm_(gradient_TW, output_WD)
@@ -139,17 +162,25 @@ class _LinearLogprobs(torch.autograd.Function):
             if grad_output_VD is not None:
                 torch.mm(gradient_TW.T, hidden_TD, out=grad_output_VD[start : start + len(output_WD)])
         grad_hidden_TD = None if grad_hidden_TD is None else grad_hidden_TD.to(hidden_TD.dtype)
-        return grad_hidden_TD, grad_output_VD, None, None, None, None, None, None
+        return grad_hidden_TD, grad_output_VD, grad_bias_V, None, None, None, None, None, None
 
 
-def _slices(output_VD: torch.Tensor, width: int) -> list[tuple[int, torch.Tensor]]:
-    return [(start, output_VD[start : start + width]) for start in range(0, len(output_VD), width)]
-
-
-def _logits(hidden_TD: torch.Tensor, output_WD: torch.Tensor, temperature: float) -> torch.Tensor:
-    """hidden · outputᵀ / temperature, in the type of the matrices; the division comes with the multiplication."""
-    logits_TW = hidden_TD.new_empty(len(hidden_TD), len(output_WD))
-    return torch.addmm(logits_TW, hidden_TD, output_WD.T, beta=0, alpha=1 / temperature, out=logits_TW)
+def _logits(
+    hidden_TD: torch.Tensor,
+    output_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    form: _Form,
+    start: int,
+    width: int,
+) -> torch.Tensor:
+    """A slice's logits over temperature, in the type of the matrices; the division comes with the multiplication."""
+    output_WD, factor = output_VD[start : start + width], 1 / form.divisor
+    if bias_V is None:
+        logits_TW = hidden_TD.new_empty(len(hidden_TD), len(output_WD))
+        torch.addmm(logits_TW, hidden_TD, output_WD.T, beta=0, alpha=factor, out=logits_TW)
+    else:
+        logits_TW = torch.addmm(bias_V[start : start + width], hidden_TD, output_WD.T, beta=factor, alpha=factor)
+    return logits_TW if form.most is None else logits_TW.div_(form.most).tanh_().mul_(form.most)
 
 
 def _fold_slice(

@@ -6,17 +6,17 @@ a mask over its tokens.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from settings.errors import InvalidInput
-from trainers.model.attention import Layout
+from trainers.model.experts import Routers
+from trainers.model.kinds import Head, decoder_of
+from trainers.model.layout import Layout, checkpointed, in_layout
 from trainers.model.logprobs import linear_logprobs
 from trainers.model.trial import replace_attention
 
@@ -30,6 +30,8 @@ class PolicyModel(nn.Module):
     def __init__(self, causal_lm: nn.Module, *, logits_gib: float = 0.5, compile: bool = False) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.head = Head()
+        self.routers = Routers(causal_lm)
         self._tile_bytes = int(logits_gib * 2**30)
         self._compile = compile
 
@@ -49,11 +51,15 @@ class PolicyModel(nn.Module):
         hidden_TD = self.hidden(input_ids_T, position_ids_T, layout, positions_N=positions_N)
         if positions_N is not None:
             targets_T = targets_T.index_select(0, positions_N)
+        output = self.causal_lm.get_output_embeddings()
         logprobs, entropy = linear_logprobs(
             hidden_TD,
-            self.causal_lm.get_output_embeddings().weight,
+            output.weight,
             targets_T,
+            bias_V=getattr(output, "bias", None),
             temperature=temperature,
+            scale=self.head.scale,
+            cap=self.head.cap,
             entropy_grad=entropy_grad,
             tile_bytes=self._tile_bytes,
             compile=self._compile,
@@ -78,16 +84,17 @@ class PolicyModel(nn.Module):
             first_U = layout.end_to_end.place_U
             input_ids_T, position_ids_T = input_ids_T.index_select(0, first_U), position_ids_T.index_select(0, first_U)
             positions_N = computed_T if positions_N is None else computed_T.index_select(0, positions_N)
-        states: torch.Tensor = self.causal_lm.model(
-            input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, layout=layout
-        ).last_hidden_state
+        with in_layout(layout), self.routers:
+            states: torch.Tensor = decoder_of(self.causal_lm)(
+                input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False
+            ).last_hidden_state
         states_TD = states.squeeze(0)
         return states_TD if positions_N is None else states_TD.index_select(0, positions_N)
 
     @property
     def layers(self) -> nn.ModuleList:
         """The transformer blocks, the units of sharding, compiling and activation checkpointing."""
-        layers = self.causal_lm.model.layers
+        layers = decoder_of(self.causal_lm).layers
         assert isinstance(layers, nn.ModuleList)
         return layers
 
@@ -119,9 +126,11 @@ def load_model(
         raise InvalidInput(f"{folder}: {name} is of shape {its}; copy or download the folder again")
     if drawn := set(told["missing_keys"]) & {name for name, _ in causal_lm.named_parameters()}:
         raise InvalidInput(f"{folder} lacks {min(drawn)}, which {type(causal_lm).__name__} would draw at random")
-    if not hasattr(getattr(causal_lm, "model", None), "layers"):
+    if not isinstance(getattr(decoder_of(causal_lm), "layers", None), nn.ModuleList):
         raise InvalidInput(f"{folder}: {type(causal_lm).__name__} has no decoder layers under .model.layers")
     causal_lm.config.use_cache = False
+    if dtype == torch.float64:  # which the other one does not have
+        causal_lm.set_experts_implementation("eager")
     model = PolicyModel(causal_lm, logits_gib=logits_gib, compile=compile)
     replace_attention(model, folder)
     if lora is not None:
@@ -133,5 +142,5 @@ def load_model(
         if compile:
             layer.forward = torch.compile(layer.forward)
         if activation_checkpointing:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = checkpointed(layer.forward)
     return model

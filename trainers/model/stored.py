@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import _TYPES, save_file
 from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from settings.errors import InvalidInput
 from trainers.model.weight_index import stored_in
@@ -44,8 +45,6 @@ def dtypes_in(file: BinaryIO) -> dict[str, torch.dtype]:
 def as_stored(causal_lm: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Values of parameters, by the names and in the shapes in which the files have them: transformers may load a model
     under other names, and with experts fused. A tied matrix has each of its names."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     names: dict[int, str] = {}
     every = dict(weights)
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
@@ -57,15 +56,16 @@ def as_stored(causal_lm: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict
 
 
 def refuse_unstored(causal_lm: nn.Module, folder: Path) -> None:
-    """Raise `InvalidInput` for a model that computes with other tensors than its files hold, as with fused experts:
-    vLLM 0.32 does not reload their parts in place. And for weights in a type that cannot hold trained values."""
+    """Raise `InvalidInput` for a model whose trained weights would be stored under other names than its files have, and
+    for weights in a type that cannot hold trained values."""
     what, stored = f"{folder}: {type(causal_lm).__name__}", stored_dtypes(folder)
-    names = {name for name, _ in causal_lm.named_parameters()}
+    empty = {name: torch.empty(its.shape, device="meta") for name, its in causal_lm.named_parameters()}
+    model: Any = causal_lm
+    names = revert_weight_conversion(model, empty).keys()
     if other := names - stored.keys():
         raise InvalidInput(
             f"{what} stores its weights under other names than it computes with ({min(other)} is not in its files), so "
-            "its policies could not be served; save it anew with transformers' save_pretrained, and if it has experts, "
-            "train adapters (train.lora)"
+            "its policies could not be served; save it anew with transformers' save_pretrained"
         )
     if narrow := {name for name in names if stored[name] not in TRAINABLE}:
         raise InvalidInput(

@@ -20,16 +20,14 @@ import torch
 from torch import nn
 
 from settings.errors import InvalidInput
-from trainers.model.attention import PACKED_ATTENTION, Layout
+from trainers.model.kinds import head_of, pack_layers, refusal
+from trainers.model.layout import Layout
 
 _LENGTHS = (9, 5)  # of two sequences, so different that no padding stands between their tokens
 _WINDOW = 4
 """What windows and chunks are cut to in the trial: both sequences reach past it."""
 _IS_WINDOW = re.compile(r"window|chunk")
 _IS_NONE = re.compile(r"max_window_layers|feed_forward")  # counts layers; does not mix tokens
-_PACKED_KINDS = {"full_attention", "sliding_attention"}
-"""What `layer_types` of a configuration may say. Other kinds keep a state from token to token, or choose the tokens
-they attend to."""
 
 Seen = dict[str, list[torch.Tensor]]
 """What each part of each layer was given, call by call: [1, tokens, …]."""
@@ -38,10 +36,17 @@ Seen = dict[str, list[torch.Tensor]]
 @torch.no_grad()
 def replace_attention(model: Any, folder: Path) -> None:
     """Give a `PolicyModel` packed attention. Raises `InvalidInput` if it would then compute something else."""
-    causal_lm, refusal = model.causal_lm, f"{folder}: {type(model.causal_lm).__name__}"
-    change = "is trained wrongly by packing; use a model of the Llama, Qwen2 or Qwen3 architecture"
-    if what := _unseen_in_a_trial(causal_lm):
-        raise InvalidInput(f"{refusal} {what}; it {change}")
+    causal_lm, what = model.causal_lm, f"{folder}: {type(model.causal_lm).__name__}"
+    change = "is trained wrongly by packing; use a model of an architecture that docs/models.md lists"
+    # What a few tokens do not show, for it matters to long rows.
+    if reason := refusal(causal_lm.config.to_dict()):
+        raise InvalidInput(f"{folder}: {reason}; it {change}")
+    output, inputs = causal_lm.get_output_embeddings().weight, causal_lm.get_input_embeddings().weight
+    if getattr(causal_lm.config.get_text_config(), "tie_word_embeddings", False) and output is not inputs:
+        raise InvalidInput(
+            f"{what} has an output matrix of its own in its files, while its config.json ties it to the "
+            f"embeddings; it {change}"
+        )
     # Any ids do.
     ids = torch.arange(1, 1 + sum(_LENGTHS)) % causal_lm.get_output_embeddings().weight.shape[0]
     targets, positions = ids.roll(-1), torch.cat([torch.arange(length) for length in _LENGTHS])
@@ -49,49 +54,30 @@ def replace_attention(model: Any, folder: Path) -> None:
     with _short_windows(causal_lm):
         with _seen_by_parts(model.layers) as alone:
             parts = [causal_lm(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(_LENGTHS)]
-        causal_lm.set_attn_implementation(PACKED_ATTENTION)
-        if causal_lm.config._attn_implementation != PACKED_ATTENTION:
-            raise InvalidInput(f"{refusal} does not let its attention be replaced; it {change}")
+        model.head = head_of(causal_lm)
+        if not pack_layers(causal_lm):
+            raise InvalidInput(f"{what} does not let its attention be replaced; it {change}")
         try:
             with _seen_by_parts(model.layers) as packed:
                 logprobs, _ = model(ids, targets, positions, layout, 1.0)
             with _ruined_embeddings(causal_lm, _LENGTHS[0]):
                 second_TD = model.hidden(ids, positions, layout)[_LENGTHS[0] :]
         except (TypeError, ValueError) as error:
-            raise InvalidInput(f"{refusal} {change} ({error})") from error
+            raise InvalidInput(f"{what} {change} ({error})") from error
     is_exact = next(causal_lm.parameters()).dtype in (torch.float32, torch.float64)
     log_p = torch.cat(parts).float().log_softmax(-1)
     if log_p.isnan().any():
-        raise InvalidInput(f"{refusal} gives NaN, so its weights are damaged; copy or download the folder again")
+        raise InvalidInput(f"{what} gives NaN, so its weights are damaged; copy or download the folder again")
     gap = (logprobs - log_p.gather(1, targets[:, None])[:, 0]).abs().max()
     if not gap < (1e-3 if is_exact else 0.5):
-        raise InvalidInput(f"{refusal}: log-probabilities of a pack are {gap:.2g} nats off; it {change}")
+        raise InvalidInput(f"{what}: log-probabilities of a pack are {gap:.2g} nats off; it {change}")
     if name := _first_difference(alone, packed, tolerance=1e-3 if is_exact else 0.3):
         raise InvalidInput(
-            f"{refusal}: model.layers.{name} is given other values in a pack than in its sequence alone, as by a "
+            f"{what}: model.layers.{name} is given other values in a pack than in its sequence alone, as by a "
             f"window or chunk that only the mask knows, or by a state that goes from token to token; it {change}"
         )
     if not second_TD.isfinite().all():
-        raise InvalidInput(f"{refusal}: what one sequence of a pack says reaches the next; it {change}")
-
-
-def _unseen_in_a_trial(causal_lm: nn.Module) -> str:
-    """What a few tokens do not show, for it matters to long rows, or once the weights have grown; or nothing."""
-    model: Any = causal_lm
-    config, output = model.config.get_text_config(), model.get_output_embeddings()
-    if kinds := set(getattr(config, "layer_types", None) or ()) - _PACKED_KINDS:
-        return f"has layers of kind {min(kinds)!r}"
-    if getattr(config, "final_logit_softcapping", None):
-        return "caps its logits (final_logit_softcapping)"
-    if getattr(output, "bias", None) is not None:
-        return "has a bias on its output matrix"
-    if getattr(config, "tie_word_embeddings", False) and output.weight is not model.get_input_embeddings().weight:
-        return "has an output matrix of its own in its files, while its config.json ties it to the embeddings"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds_of_rope = [each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)]
-    if by_length := {"dynamic", "longrope"}.intersection(kinds_of_rope):
-        return f"rotates positions by the longest row of a pack (rope_type {by_length.pop()!r})"
-    return ""
+        raise InvalidInput(f"{what}: what one sequence of a pack says reaches the next; it {change}")
 
 
 @contextlib.contextmanager

@@ -13,15 +13,17 @@ from safetensors import safe_open
 
 from settings.errors import InvalidInput
 from storage.objects.digests import WEIGHTS_FILE
+from trainers.model.kinds import refusal
 
 INDEX_FILE = "model.safetensors.index.json"
 _NEEDED = ("config.json", "tokenizer_config.json")
 _LFS_POINTER = b"version https://git-lfs"
 
 
-def check_model_folder(folder: Path) -> None:
+def check_model_folder(folder: Path, *, trains_weights: bool = False) -> None:
     """Raise `InvalidInput` for a folder that lacks files, parts of files or the model's head, holds pointers of git-lfs
-    instead of files, or whose tokenizer knows tokens for which the model has no embedding."""
+    instead of files, or whose tokenizer knows tokens for which the model has no embedding; for an architecture that
+    cannot be trained, and, if all weights are to be trained, for quantised ones."""
     missing = [name for name in _NEEDED if not (folder / name).is_file()]
     weights = sorted(folder.glob("*.safetensors"))
     if not missing and not weights:
@@ -35,6 +37,14 @@ def check_model_folder(folder: Path) -> None:
     except FileNotFoundError as error:
         raise InvalidInput(f"{error}; copy or download the model again") from error
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if reason := refusal(config):
+        raise InvalidInput(f"{reason}; docs/models.md lists what can be trained")
+    quantised = (config.get("quantization_config") or {}).get("quant_method")
+    if quantised and trains_weights:
+        raise InvalidInput(
+            f"its weights are quantised ({quantised}) and cannot hold trained values; use the model in bfloat16 or "
+            "float32, or train adapters (train.lora)"
+        )
     about = config.get("text_config") or config
     is_known = any(name.endswith("embed_tokens.weight") for name in names)
     if is_known and not any("lm_head" in name for name in names) and not _is_tied(config, about):

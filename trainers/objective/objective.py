@@ -122,7 +122,8 @@ def moved_by_advantages_alone(settings: TrainSettings) -> bool:
     """True if a token with the advantage 0 has no gradient: `objective` is a multiple of it, and no critic learns."""
     with_kl = settings.kl.coefficient and settings.kl.place == "loss"
     multiple = isinstance(settings.loss, ClipLoss | GspoLoss | CispoLoss | SapoLoss | DppoLoss)
-    return multiple and not (with_kl or settings.entropy_bonus or isinstance(settings.advantage, GaeAdvantage))
+    others = with_kl or settings.entropy_bonus or settings.router.balance or settings.router.z
+    return multiple and not (others or isinstance(settings.advantage, GaeAdvantage))
 
 
 def needs_entropy_grad(settings: TrainSettings) -> bool:

@@ -27,7 +27,7 @@ from tests.unit.trainers.naive import everything
 from trainers.checkpoint import load_state, load_weights, save_average, save_policy, save_state
 from trainers.data.packing import position_ids
 from trainers.data.samples import Samples
-from trainers.model.attention import Layout
+from trainers.model.layout import Layout
 from trainers.model.lora import merge_adapter, saved_name
 from trainers.model.model import load_model
 from trainers.model.stored import refuse_unstored

@@ -1,15 +1,25 @@
 """Packed attention: every sequence attends to itself alone, at a cost that is linear in their number."""
 
 import math
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from trainers.model import attention
-from trainers.model.attention import Layout, packed_attention
+from trainers.model import layout as layout_module
+from trainers.model.attention import packed_attention, packed_mask
+from trainers.model.layout import Layout, in_layout
 
 _CPU = torch.device("cpu")
 
@@ -21,26 +31,45 @@ def _query_key_value(lengths: list[int], *, heads: int, groups: int, width: int)
 
 
 def _attend(
-    lengths: list[int], tensors: list[torch.Tensor], *, scale: float = 0.3, window: int | None = None
+    lengths: list[int],
+    tensors: list[torch.Tensor],
+    *,
+    scale: float = 0.3,
+    window: int | None = None,
+    device: torch.device = _CPU,
+    **options: Any,
 ) -> torch.Tensor:
-    layout = Layout(lengths, device=_CPU)
-    module = torch.nn.Module()
-    return packed_attention(module, *tensors, None, scaling=scale, sliding_window=window, layout=layout)[0]
+    rule = sliding_window_causal_mask_function(window) if window else causal_mask_function
+    # As transformers joins it with a rule that keeps sequences apart by their positions.
+    rule = and_masks(rule, packed_sequence_mask_function(torch.zeros(1, sum(lengths))))
+    sight = packed_mask(mask_function=rule, local_size=window)
+    with in_layout(Layout(lengths, device=device)):
+        return packed_attention(torch.nn.Module(), *tensors, sight, scaling=scale, **options)[0]
 
 
 def _by_definition(
-    lengths: list[int], tensors: list[torch.Tensor], *, scale: float = 0.3, window: int | None = None
+    lengths: list[int],
+    tensors: list[torch.Tensor],
+    *,
+    scale: float = 0.3,
+    window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax over the keys k ≤ q of the same sequence (and k > q − window), one sequence after the other."""
+    """softmax over the keys k ≤ q of the same sequence (and k > q − window) and the sink, one sequence at a time."""
     query, key, value = (tensor[0] for tensor in tensors)
     key, value = (tensor.repeat_interleave(len(query) // len(key), 0) for tensor in (key, value))
     outputs, start = [], 0
     for length in lengths:
         here = slice(start, start + length)
         scores = scale * query[:, here] @ key[:, here].transpose(1, 2)
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
         distance = torch.arange(length)[:, None] - torch.arange(length)
         hidden = (distance < 0) | (distance >= (window or length))
-        outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value[:, here])
+        weights = scores.masked_fill(hidden, -torch.inf).exp()
+        sink = 0 if s_aux is None else s_aux.exp()[:, None, None]
+        outputs.append(weights / (weights.sum(-1, keepdim=True) + sink) @ value[:, here])
         start += length
     return torch.cat(outputs, 1).transpose(0, 1)[None]
 
@@ -50,13 +79,31 @@ def _by_definition(
     st.sampled_from([(4, 4), (4, 2), (3, 1)]),
     st.sampled_from([3, 8]),
     st.sampled_from([None, 1, 5]),
+    st.sampled_from([None, 0.5]),
+    st.booleans(),
+    st.sampled_from([attention._SCORES, 200]),
 )
-@settings(max_examples=40)
+@settings(max_examples=60)
 def test_output_and_gradients_are_those_of_the_definition(
-    lengths: list[int], heads: tuple[int, int], width: int, window: int | None
+    lengths: list[int],
+    heads: tuple[int, int],
+    width: int,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+    scores: int,
 ) -> None:
     tensors = _query_key_value(lengths, heads=heads[0], groups=heads[1], width=width)
-    found, expected = _attend(lengths, tensors, window=window), _by_definition(lengths, tensors, window=window)
+    sinks = torch.linspace(-1, 1, heads[0], dtype=torch.float64).requires_grad_() if has_sinks else None
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "s_aux": sinks}
+    with mock.patch.object(attention, "_SCORES", scores):  # some queries at a time, or all
+        found, expected = _attend(lengths, tensors, **options), _by_definition(lengths, tensors, **options)
+        tensors = [*tensors, *([] if sinks is None else [sinks])]
+        _assert_same(found, expected, tensors)
+
+
+def _assert_same(found: torch.Tensor, expected: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """Values and gradients."""
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     upstream = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).reshape(found.shape)
     gradients = [torch.autograd.grad((output * upstream).sum(), tensors) for output in (found, expected)]
@@ -107,13 +154,13 @@ def test_the_kernel_of_gpus_is_asked_for_what_the_definition_says(
 def test_kernels_of_a_gpu_compute_the_definition(
     lengths: list[int], groups: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_LONG", 1024)
+    monkeypatch.setattr(layout_module, "_LONG", 1024)
     tensors = _query_key_value(lengths, heads=4, groups=groups, width=64)
     on_gpu = [tensor.detach().to("cuda", torch.bfloat16).requires_grad_() for tensor in tensors]
     rounded = [tensor.detach().double().cpu().requires_grad_() for tensor in on_gpu]
-    layout = Layout(lengths, device=torch.device("cuda"))
-    assert layout.is_one_by_one == (max(lengths) > 1024)
-    found = packed_attention(torch.nn.Module(), *on_gpu, None, scaling=0.3, sliding_window=window, layout=layout)[0]
+    device = torch.device("cuda")
+    assert Layout(lengths, device=device).is_one_by_one == (max(lengths) > 1024)
+    found = _attend(lengths, on_gpu, window=window, device=device)
     expected = _by_definition(lengths, rounded, window=window)
     upstream = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mine = [found, *torch.autograd.grad((found * upstream.to(found)).sum(), on_gpu)]
@@ -135,12 +182,10 @@ def test_padding_is_at_most_a_third_of_the_tokens(lengths: list[int]) -> None:
 
 def test_attention_of_another_formula_is_refused() -> None:
     tensors = _query_key_value([3], heads=2, groups=2, width=4)
-    layout = Layout([3], device=_CPU)
-    for changed in ({"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}):
-        with pytest.raises(ValueError, match=f"Module needs {next(iter(changed))}"):
-            packed_attention(torch.nn.Module(), *tensors, None, layout=layout, **changed)
+    with pytest.raises(ValueError, match="Module needs position_bias"):
+        _attend([3], tensors, position_bias=torch.zeros(1))
     with pytest.raises(ValueError, match="needs dropout"):
-        packed_attention(torch.nn.Module(), *tensors, None, layout=layout, dropout=0.1)
+        _attend([3], tensors, dropout=0.1)
     with pytest.raises(ValueError, match="needs the pack's layout"):
         packed_attention(torch.nn.Module(), *tensors, None)
     for lengths in ([], [3, 0], [2, -1]):

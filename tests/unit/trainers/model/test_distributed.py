@@ -17,7 +17,7 @@ from tests.unit.trainers.builders import (
     trainer_of,
     weights,
 )
-from trainers.model.attention import Layout
+from trainers.model.layout import Layout
 
 
 def test_an_update_reaches_every_parameter_after_a_forward_pass_without_a_gradient(tiny_folder: Path):

@@ -81,7 +81,8 @@ def test_where_half_of_the_memory_holds_all_logits_they_are_computed_once(
     products = []
 
     def counted(*arguments: Any) -> torch.Tensor:
-        products.append(len(arguments[1]))
+        *_, start, width = arguments
+        products.append(min(width, 150 - start))
         return _logits(*arguments)
 
     monkeypatch.setattr(logprobs_module, "_logits", counted)
@@ -90,6 +91,28 @@ def test_where_half_of_the_memory_holds_all_logits_they_are_computed_once(
     for one, other in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
     assert products == [128, 22] * (num_products // 2)
+
+
+@pytest.mark.parametrize("tile_bytes", [2**29, 1])
+@pytest.mark.parametrize(
+    "form", [{"scale": 0.3}, {"cap": 2.0}, {"bias": True}, {"scale": 3.0, "cap": 5.0, "bias": True}], ids=str
+)
+def test_scaled_capped_and_biased_logits_are_those_of_the_formula(
+    form: dict[str, Any], tile_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs_module, "_KEEP_BYTES", 0 if tile_bytes == 1 else 2**25)
+    hidden, output, targets = _inputs()
+    bias = torch.linspace(-1, 1, len(output), dtype=torch.float64).requires_grad_() if form.pop("bias", False) else None
+    logits = hidden @ output.T if bias is None else hidden @ output.T + bias
+    logits, cap = form.get("scale", 1.0) * logits, form.get("cap")
+    log_p = ((logits if cap is None else cap * (logits / cap).tanh()) / 0.7).log_softmax(-1)
+    expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+    options: dict[str, Any] = {"temperature": 0.7, "bias_V": bias, "tile_bytes": tile_bytes, "entropy_grad": True}
+    found = linear_logprobs(hidden, output, targets, **options, **form)
+    by = [hidden, output, *([] if bias is None else [bias])]
+    gradients = [torch.autograd.grad((one**2).sum() + other.sum(), by) for one, other in (found, expected)]
+    for mine, theirs in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10)
 
 
 def test_logits_of_a_thousand_neither_overflow_nor_lose_the_target() -> None:

@@ -22,8 +22,8 @@ from transformers import (
 
 from tests.unit.trainers.builders import load_causal_lm, logprobs_alone, tiny_model
 from trainers.data.packing import position_ids, shared_tokens
-from trainers.model.attention import Layout
 from trainers.model.distributed import full, shard, start_process_group
+from trainers.model.layout import Layout
 from trainers.model.model import PolicyModel, load_model
 
 _SEQUENCES = [[4, 5, 6, 7, 8], [9], [10, 4], [11, 12, 13, 14, 15, 4, 5]]
