@@ -117,6 +117,8 @@ class ReplayWorker:
             replayed=metrics,
             distance=distance,
             cosine=cosine,
+            recorded_arithmetic=recorded.arithmetic,
+            replayed_arithmetic=self._trainer.arithmetic(step) if recorded.arithmetic else "",
         )
 
     def save_policy(self, folder: str) -> str:

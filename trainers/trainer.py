@@ -12,6 +12,7 @@ The result is a function of policy, samples, settings and step alone: replaying 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import time
@@ -106,12 +107,18 @@ class Trainer:
         in_time_T = tokens_to_train(
             lag_T, samples.mask_T, stale_policy=settings.stale_policy, max_staleness=max_staleness
         )
-        looked = self._look(samples)
+        wanted = self._wanted()
+        # Of all rows only where they decide which tokens are trained, and how much.
+        later = {"logprobs"} & wanted if samples.arithmetic >= 2 and "entropy" not in wanted else set()
+        looked = self._look(samples, np.arange(samples.num_rows), wanted - later)
         credit = assign_credit(samples, settings, looked, reward_weights=self._config.reward.weights)
         kept = self.kept.version
         batch = step_batch(
             samples, settings, credit, looked, in_time_T=in_time_T, base_version=base_version, kept_version=kept
         )
+        if later:
+            moving = self._look(samples, np.flatnonzero(batch.moving_B), later)
+            batch = dataclasses.replace(batch, values={**batch.values, "proximal": moving.logprobs_T})
         totals: dict[str, float] = {}
         norms: list[dict[str, float]] = []
         start: dict[str, float] = {}
@@ -261,28 +268,29 @@ class Trainer:
             self.ema.update()
         return norms
 
-    @torch.no_grad()
-    def _look(self, samples: Samples) -> Looked:
-        """What must be known of every token before the first update."""
+    def _wanted(self) -> set[str]:
+        """What must be known of tokens before the first update: fields of `Looked`."""
         settings = self._settings
-        recompute = settings.decoupled is not None and settings.decoupled.proximal == "recompute"
         wanted = {
-            "logprobs": recompute,
+            "logprobs": settings.decoupled is not None and settings.decoupled.proximal == "recompute",
             "entropy": settings.top_entropy_fraction < 1,
             "reference": settings.reference.kind != "none",
             "values": self.critic is not None,
         }
-        arrays = {name: np.zeros_like(samples.logprobs_T) for name, is_wanted in wanted.items() if is_wanted}
-        if not arrays:
-            return Looked()
-        for pack in self._packs(samples, np.arange(samples.num_rows), mask_T=samples.mask_T, values={}):
+        return {name for name, is_wanted in wanted.items() if is_wanted}
+
+    @torch.no_grad()
+    def _look(self, samples: Samples, rows: np.ndarray, wanted: set[str]) -> Looked:
+        """It, of the tokens of these rows."""
+        arrays = {name: np.zeros_like(samples.logprobs_T) for name in wanted}
+        for pack in self._packs(samples, rows, mask_T=samples.mask_T, values={}) if wanted else ():
             values = {}
-            if wanted["logprobs"] or wanted["entropy"]:
+            if wanted & {"logprobs", "entropy"}:
                 values["logprobs"], values["entropy"] = self._forward(self.model, pack)
-            if wanted["reference"]:
+            if "reference" in wanted:
                 with without_adapters(self.model) if self._reference is None else contextlib.nullcontext():
                     values["reference"], _ = self._forward(self._reference or self.model, pack)
-            if self.critic is not None:
+            if self.critic is not None and "values" in wanted:
                 values["values"] = self.critic(pack)
             for name in arrays.keys() & values.keys() if not pack.is_idle else ():
                 pack.to_tokens(values[name], arrays[name])

@@ -20,9 +20,7 @@ from trainers.step_batch import StepBatch
 
 def _batch(samples: Samples) -> StepBatch:
     mask_T, moving_B = samples.mask_T, np.ones(samples.num_rows, bool)
-    return StepBatch(
-        samples=samples, sampled_T=mask_T, trained_T=mask_T, moving_B=moving_B, values={}, base_version=0
-    )
+    return StepBatch(samples=samples, sampled_T=mask_T, trained_T=mask_T, moving_B=moving_B, values={}, base_version=0)
 
 
 def _row(attempt: int, length: int) -> Row:
