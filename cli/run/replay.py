@@ -19,7 +19,6 @@ from cli.terminal.arguments import JsonOption, StoreOption, check_target, parse_
 from cli.terminal.console import open_console
 from cli.terminal.formatting import number, plain_table
 from settings.errors import InvalidInput
-from storage.log.replay_plan import TOLERANCE
 
 _number = functools.partial(number, missing="-")
 
@@ -118,7 +117,7 @@ def print_replay(result: dict[str, Any], console: Console) -> None:
     elif result["unchanged"] and result["agrees"]:
         other = next(step for step in steps if not step["identical"])
         console.print(
-            f"[yellow]the weights agree within {TOLERANCE:g} of their update[/], as those of another arithmetic do: "
+            f"[yellow]the weights agree within {other['tolerance']:g} of their update[/], as another arithmetic's do: "
             f"recorded with {escape(other['recorded_arithmetic'])}, replayed with "
             f"{escape(other['replayed_arithmetic'])}",
             soft_wrap=True,

@@ -13,7 +13,7 @@ from settings.rollout import Fallback
 from settings.run_file import RunConfig
 from storage.log.claims import next_claim
 from storage.log.entries import Rescore, Retire, Step
-from storage.log.replay_plan import TOLERANCE, CannotReplay, ReplayedStep
+from storage.log.replay_plan import TOLERANCES, CannotReplay, ReplayedStep
 from storage.log.run_log import RunLog
 from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.objects.object_store import LocalStore
@@ -141,9 +141,9 @@ def test_a_run_keeps_its_arithmetic_and_a_replay_under_another_agrees_within_the
         [replayed] = _replay(runs[2], tmp_path / "cache-2", 1, 1, **same)
     assert not replayed.identical and replayed.agrees
     assert (replayed.recorded_arithmetic[0], replayed.replayed_arithmetic[0]) == ("2", "1")
-    assert replayed.distance is not None and 0 < replayed.distance < TOLERANCE, replayed.distance
+    assert replayed.distance is not None and 1e-3 < replayed.distance < replayed.tolerance == TOLERANCES["bfloat16"]
     assert not dataclasses.replace(replayed, replayed_arithmetic=replayed.recorded_arithmetic).agrees
-    assert not dataclasses.replace(replayed, distance=2 * TOLERANCE).agrees
+    assert not dataclasses.replace(replayed, distance=0.2).agrees
 
 
 @pytest.mark.parametrize("fallback", ["skip_step", "masked"])

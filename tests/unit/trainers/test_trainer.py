@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.trainer import SUSPICIOUS_GAP
+from tasks.trainer import SUSPICIOUS_GAPS
 from tests.unit.trainers.builders import (
     Row,
     config_of,
@@ -302,7 +302,7 @@ def test_one_step_behind_the_gap_is_measured_under_the_policy_that_sampled_and_t
     assert ["engine_gap" in each for each in metrics] == [True, False, True, True]
     measured = [each for each in metrics if "engine_gap" in each]
     assert [each["engine_gap"] for each in measured] == pytest.approx([wrong_by] * 3, abs=1e-5)
-    assert (measured[-1]["engine_gap"] > SUSPICIOUS_GAP) == bool(wrong_by)
+    assert (measured[-1]["engine_gap"] > SUSPICIOUS_GAPS["float32"]) == bool(wrong_by)
     expected = sum(len(row.reply) for shard in (0, 1) for row in [r for r in rows if r.group % 2 == shard][:4])
     assert measured[-1]["engine_gap_tokens"] == expected
     monkeypatch.setattr("trainers.kept_policy.KeptPolicy.is_due", lambda *_, **__: False)
