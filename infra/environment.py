@@ -142,7 +142,6 @@ def prepare_environment(run_folder: Path | None = None) -> Path:
         "RAY_preload_python_modules": "millrace",  # first of all, in every worker: see `millrace/__init__.py`
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         # vLLM's CPU worker runs inside its engine core: as a separate process it spins for a second after each message,
         # on a core that training needs.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -16,8 +16,8 @@ class RolloutSettings(Block):
     """How attempts are scheduled, grouped, filtered and flushed into shards."""
 
     num_workers: int = Field(default=1, ge=0)
-    """Rollout workers that the training run starts, each with an engine of its own; on CPUs they divide all
-    threads but one. 0: it only trains, and producers on other machines (`millrace produce`) work for it."""
+    """Rollout workers that the training run starts, each with an engine of its own; on CPUs they divide its
+    threads. 0: it only trains, and producers on other machines (`millrace produce`) work for it."""
     max_concurrent: int = Field(default=64, ge=1)
     """Most prompt groups in flight at once, per worker; several workers take at most a fair share each."""
     min_usable: int = Field(default=2, ge=1)

@@ -40,8 +40,21 @@ ROLLOUT_ALIAS = "rollout"
 REPLACEMENTS = 3
 """Workers that may die in a row, without a shard in between, before a run gives up."""
 _ANSWER_SECONDS = 10.0
+_LARGE = 100 * 10**6
+"""Bytes of weights from which an engine is worth a thread more. Smaller models' kernels wait for each other longer than
+they compute, and one thread is left to vLLM's front end and rewards."""
 
 Result = TypeVar("Result")
+
+
+def engine_threads(num_threads: int, num_engines: int, alone: bool) -> int:
+    """Threads of one of several engines on a machine's processors. They divide all of them if they are `alone` on them
+    while they compute, and all but one if a trainer computes beside them.
+
+    >>> engine_threads(8, 1, True), engine_threads(8, 2, True), engine_threads(8, 2, False)
+    (8, 4, 3)
+    """
+    return max(1, (num_threads if alone else num_threads - 1) // num_engines)
 
 
 class Fleet:
@@ -100,15 +113,22 @@ class Fleet:
 
         Empty if the engine serves an older policy because the live one is damaged. It produces once it joins.
         """
-        logger.info("starting the inference engine of %s", name)
         path, num_gpus = "rollouts.production.worker:RolloutWorker", self.cluster.gpus_per_engine
         self.hosted[name] = hosted = await self.cluster.host(name, path, num_gpus=num_gpus)
-        if not num_gpus:  # engines divide the threads but one, which vLLM's front end and the trainer need
-            threads = max(1, (int(os.environ["OMP_NUM_THREADS"]) - 1) // self._num_engines)
+        on = ""
+        if not num_gpus:
+            all_threads, takes_turns = int(os.environ["OMP_NUM_THREADS"]), self.config.max_staleness == 0
+            threads = engine_threads(all_threads, self._num_engines, takes_turns and self._weights_bytes() >= _LARGE)
+            on = f" with {threads} of {counted(all_threads, 'thread')}"
             await hosted.prepare({"OMP_NUM_THREADS": str(threads)})
+        logger.info("starting the inference engine of %s%s", name, on)
         paths = {"store_uri": self.log.store.uri, "cache": str(cache_folder())}
         facts = {"name": name, "code_version": code_version(), "outside": self._outside, "version": version}
         return str(await hosted.call("open", self.config, **paths, **facts))
+
+    def _weights_bytes(self) -> int:
+        files = self.log.store.walk(self.log.state.policies[0].path)
+        return sum(file.num_bytes for file in files if file.key.endswith(".safetensors"))
 
     async def take_part(self, names: Sequence[str]) -> None:
         """Started workers produce from now on, and divide what may be in flight among them."""

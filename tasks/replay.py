@@ -101,5 +101,6 @@ def describe_replay(session: RunSession, *, plan: ReplayPlan, loaded: int, **fac
         code=code_version(),
         **facts,
     )
-    document = {**to_json(replay), "unchanged": replay.unchanged, "identical": replay.identical}
+    verdicts = {name: getattr(replay, name) for name in ("unchanged", "identical", "agrees")}
+    document = {**to_json(replay), **verdicts}
     return dict(json.loads(json.dumps(document), parse_constant=lambda _: None))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from settings.run_file import RunConfig
 from storage.log.entries import Policy, Step
-from storage.log.replay_plan import CannotReplay, ReplayedStep, ReplayPlan, later_start
+from storage.log.replay_plan import TOLERANCES, CannotReplay, ReplayedStep, ReplayPlan, later_start
 from storage.log.runs import open_run
 from storage.objects.digests import WEIGHTS_FILE, DigestMismatch
 from storage.objects.opening import open_store
@@ -117,6 +117,9 @@ class ReplayWorker:
             replayed=metrics,
             distance=distance,
             cosine=cosine,
+            recorded_arithmetic=recorded.arithmetic,
+            replayed_arithmetic=self._trainer.arithmetic(step) if recorded.arithmetic else "",
+            tolerance=TOLERANCES[self._changed.train.dtype],
         )
 
     def save_policy(self, folder: str) -> str:

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, counted
 from settings.run_file import RunConfig
 from storage.log.entries import Claim, Policy, Step, to_json
-from storage.log.replay_plan import saved_steps
+from storage.log.replay_plan import saved_steps, version_of
 from storage.log.run_log import RunLog
 from storage.log.runs import model_key
 from storage.objects.digests import WEIGHTS_FILE, DigestMismatch, sha256_of, verify_folder
@@ -34,7 +34,7 @@ from storage.shards.reward_sets import read_rewards, with_rewards
 from storage.shards.shards import DamagedShard, read_shard
 from storage.shards.turn_metrics import turn_metrics
 from trainers.checkpoint import load_state, load_weights, save_policy, save_state
-from trainers.data.samples import COLUMNS, Samples, gather_samples
+from trainers.data.samples import ARITHMETIC, COLUMNS, Samples, gather_samples
 from trainers.model.distributed import agreed, num_ranks, on_every_rank, rank
 from trainers.model.stored import dtypes_in, refuse_unstored
 from trainers.refusals import refuse_long_rows, refuse_shards, tokenizer_sha256
@@ -92,6 +92,20 @@ class RunTrainer:
                     return dtypes_in(file)
         return None
 
+    def _version(self, step: int) -> int:
+        """Of the arithmetic of a step: that with which it is recorded, and of a new one that of the step before."""
+        steps = self.log.state.steps
+        return version_of(steps[min(step, len(steps)) - 1].arithmetic) if steps else ARITHMETIC
+
+    def arithmetic(self, step: int) -> str:
+        """What this process adds up a step's numbers with: `storage.log.entries.Step.arithmetic`."""
+        device = self.trainer.device
+        if device.type == "cuda":
+            where = torch.cuda.get_device_name(device)
+        else:
+            where = f"{torch.backends.cpu.get_cpu_capability()}, {counted(torch.get_num_threads(), 'thread')}"
+        return f"{self._version(step)}, torch {torch.__version__}, {where}, {counted(num_ranks(), 'rank')}"
+
     def load_nearest_state(self, at_most: int) -> int:
         """Load the newest saved state of the steps up to `at_most`; returns its step, 0 for the base policy. Raises
         `ValueError` for a state of another step than the log says."""
@@ -139,8 +153,10 @@ class RunTrainer:
         if rewards:
             tables = {s.id: with_rewards(tables[s.id], read_rewards(self.log, s, rewards)) for s in shards}
         samples = gather_samples(claim.trained, tables)
-        if claim.step <= self.log.state.step:
-            samples = dataclasses.replace(samples, by_attempt=self.log.state.steps[claim.step - 1].by_attempt)
+        steps = self.log.state.steps
+        if claim.step <= len(steps):
+            samples = dataclasses.replace(samples, by_attempt=steps[claim.step - 1].by_attempt)
+        samples = dataclasses.replace(samples, arithmetic=self._version(claim.step))
         if judge:
             model = self.trainer.model.causal_lm.config
             digests = {name: (t.schema.metadata or {}).get(b"tokenizer_sha256", b"") for name, t in tables.items()}

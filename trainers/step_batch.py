@@ -16,6 +16,7 @@ from trainers.data.samples import Samples
 from trainers.health import gap_weights
 from trainers.objective.aggregation import Aggregation, aggregation_weights, top_entropy_mask
 from trainers.objective.credit import Credit, Looked
+from trainers.objective.objective import moved_by_advantages_alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class StepBatch:
     samples: Samples
     sampled_T: np.ndarray  # true where the policy sampled, in the rows that are trained at all: what denominators count
     trained_T: np.ndarray  # true where the token is trained: not stale, and with a known reward
+    moving_B: np.ndarray  # true for rows of a group whose gradient may be other than 0
     values: Mapping[str, np.ndarray]  # what the loss needs beside them, by name
     base_version: int  # the policy version being trained
 
@@ -47,14 +49,10 @@ class StepBatch:
         )
         return np.repeat(weights_B, np.diff(offsets)).astype(self.samples.logprobs_T.dtype)
 
-    def has_signal(self, rows: np.ndarray) -> np.ndarray:
-        """Which of a mini-batch's rows are of a group with an advantage other than 0 at some trained token. If none is,
-        all are: the optimizer takes a gradient of 0 too."""
-        groups = self.samples.groups_B[rows]
-        pulled_T = self.trained_T & (self.values["advantages"] != 0)
-        pulled_B = np.logical_or.reduceat(pulled_T, self.samples.offsets[:-1])
-        in_pulled_group = np.isin(groups, groups[pulled_B[rows]])
-        return in_pulled_group if in_pulled_group.any() else ~in_pulled_group
+    @property
+    def num_trained(self) -> int:
+        """Tokens that are trained. A row's first is not: nothing predicts it."""
+        return int(self.trained_T.sum() - self.trained_T[self.samples.offsets[:-1]].sum())
 
 
 def minibatches(samples: Samples, settings: TrainSettings, *, seed: int, step: int) -> Iterator[np.ndarray]:
@@ -83,6 +81,10 @@ def step_batch(
     if settings.loss.kind == "sft":
         sampled_T = sampled_T & (samples.rewards_B >= settings.loss.min_reward)[token_row]
     trained_T = in_time_T & sampled_T & (credit.known_T | (settings.loss.kind == "sft"))
+    moving_B = np.ones(samples.num_rows, bool)
+    if moved_by_advantages_alone(settings):
+        pulled_B = np.logical_or.reduceat(trained_T & (credit.advantages_T != 0), samples.offsets[:-1])
+        moving_B = np.isin(samples.groups_B, samples.groups_B[pulled_B])
     shards_T = np.zeros_like(token_row) if not len(samples.shards_B) else samples.shards_B[token_row]
     compared_T = samples.mask_T  # a grammar's logprobs are those of another distribution than the policy's
     if samples.constrained_B is not None:
@@ -109,5 +111,10 @@ def step_batch(
     if credit.returns_T is not None and looked.values_T is not None:
         values |= {"returns": credit.returns_T, "old_values": looked.values_T}
     return StepBatch(
-        samples=samples, sampled_T=sampled_T, trained_T=trained_T, values=values, base_version=base_version
+        samples=samples,
+        sampled_T=sampled_T,
+        trained_T=trained_T,
+        moving_B=moving_B,
+        values=values,
+        base_version=base_version,
     )

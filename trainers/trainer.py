@@ -12,6 +12,7 @@ The result is a function of policy, samples, settings and step alone: replaying 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import time
@@ -40,7 +41,6 @@ from trainers.objective.objective import (
     OFF_POLICY,
     loss_inputs,
     mean_metrics,
-    moved_by_advantages_alone,
     needs_entropy_grad,
     objective,
     off_policy_sums,
@@ -111,12 +111,18 @@ class Trainer:
         in_time_T = tokens_to_train(
             lag_T, samples.mask_T, stale_policy=settings.stale_policy, max_staleness=max_staleness
         )
-        looked = self._look(samples)
+        wanted = self._wanted()
+        # Of all rows only where they decide which tokens are trained, and how much.
+        later = {"logprobs"} & wanted if samples.arithmetic >= 2 and "entropy" not in wanted else set()
+        looked = self._look(samples, np.arange(samples.num_rows), wanted - later)
         credit = assign_credit(samples, settings, looked, reward_weights=self._config.reward.weights)
         kept = self.kept.version
         batch = step_batch(
             samples, settings, credit, looked, in_time_T=in_time_T, base_version=base_version, kept_version=kept
         )
+        if later:
+            moving = self._look(samples, np.flatnonzero(batch.moving_B), later)
+            batch = dataclasses.replace(batch, values={**batch.values, "proximal": moving.logprobs_T})
         totals: dict[str, float] = {}
         norms: list[dict[str, float]] = []
         start: dict[str, float] = {}
@@ -126,28 +132,30 @@ class Trainer:
             sums, group_norms, gap = self._update(
                 batch, rows, number=number, num_updates=len(updates), trains_policy=trains, max_gap=max_gap
             )
-            off_policy = {name: sums.pop(name) for name in OFF_POLICY}
+            off_policy = {name: sums.pop(name, 0.0) for name in OFF_POLICY}
             # Before the first update the trainer holds the step's base policy: staleness and the engine make the rest.
-            start = start or {"tokens": max(1.0, sums["tokens"]), **off_policy, **gap}
+            start = start or {"tokens": sums["tokens"], **off_policy, **gap}
             norms.append(group_norms)
             totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
-        num_trained = totals.pop("tokens")
+        num_measured = totals.pop("tokens")
         means = {name: totals.pop(name) / len(norms) for name in ("loss", *ROUTER_TERMS) if name in totals}
         loads = load_metrics(totals)
-        first_tokens, ratio, squared = (start.pop(name) for name in ("tokens", "ratio", "ratio_squared"))
+        first_tokens, k3, ratio, squared = (start.pop(name) for name in ("tokens", *OFF_POLICY))
+        if first_tokens:
+            start["off_policy_kl"] = k3 / first_tokens
+            start["effective_sample_size"] = ratio**2 / max(1e-30, first_tokens * squared)
         return {
             **means,
             **loads,
-            **mean_metrics(totals, num_tokens=max(1.0, num_trained)),
+            **mean_metrics(totals, num_tokens=num_measured),
             **credit.metrics,
-            "off_policy_kl": start.pop("off_policy_kl") / first_tokens,
-            "effective_sample_size": ratio**2 / max(1e-30, first_tokens * squared),
             **start,
             **{name: float(np.mean([n[name] for n in norms])) for name in norms[0]},
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "trained_tokens": num_trained / settings.num_epochs,
+            "trained_tokens": float(batch.num_trained),
             "trained_rows": float(samples.num_rows),
             "trained_groups": float(len(np.unique(samples.groups_B))),
+            "measured_groups": float(len(np.unique(samples.groups_B[batch.moving_B]))),
             **staleness_metrics(lag_T, samples.mask_T, in_time_T, max_staleness=max_staleness),
         }
 
@@ -155,10 +163,7 @@ class Trainer:
         """What `step` does to the optimizer if every token is masked: its gradient is zero, so nothing is computed, but
         the schedule goes on, and AdamW's momentum and weight decay move the weights."""
         self._set_learning_rate(step)
-        for optimizer, _ in self._optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
+        self._zero_gradients()
         for _ in range(self._settings.num_minibatches * self._settings.num_epochs):
             self._apply([], number=0, trains_policy=self._trains_policy(step))
         return {"learning_rate": self.optimizer.param_groups[0]["lr"]}
@@ -186,11 +191,19 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, peak=peak, **shape)
 
+    def _zero_gradients(self) -> None:
+        """A gradient of 0, which the optimizer takes as it takes others, unlike none."""
+        for optimizer, _ in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+
     def _update(
         self, batch: StepBatch, rows: np.ndarray, *, number: int, num_updates: int, trains_policy: bool, max_gap: float
     ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         """One optimizer update on whole groups, of the step's `num_updates` the `number`-th from 0. Returns sums over
-        trained tokens of all ranks, gradient norms, and, at the first update, the gap to the engine."""
+        trained tokens of all ranks, gradient norms, and, at the first update, the gap to the engine. Groups whose
+        gradient is 0 count in the weights of tokens, and are not computed."""
         samples, settings = batch.samples, self._settings
         weights_T = batch.weights_T(rows, settings.aggregation, max_tokens=self._config.sampling.max_tokens)
         values = {**batch.values, "weights": weights_T}
@@ -198,9 +211,11 @@ class Trainer:
         finite, meter = FiniteCheck(), GapMeter(max(1, len(samples.shard_ids)))
         for optimizer, _ in self._optimizers:
             optimizer.zero_grad()
-        for pack, has_signal in self._packs_by_signal(batch, rows, values):
-            moves_policy = trains_policy and has_signal
-            with torch.set_grad_enabled(moves_policy):
+        moving = rows[batch.moving_B[rows]]
+        if not len(moving):
+            self._zero_gradients()
+        for pack in self._packs(samples, moving, mask_T=batch.trained_T, values=values):
+            with torch.set_grad_enabled(trains_policy):
                 logprobs, entropy = self._forward(self.model, pack, entropy_grad=needs_entropy_grad(settings))
             base = batch.base_version
             inputs, sums = loss_inputs(
@@ -208,7 +223,7 @@ class Trainer:
             )
             output = objective(inputs, settings)
             loss, router_sums = self._with_routers(output.loss, pack)
-            if moves_policy:
+            if trains_policy:
                 loss.backward()
             if number == 0 and not pack.is_idle:
                 meter.add(logprobs, *_gap_values(pack))
@@ -231,7 +246,7 @@ class Trainer:
         if number == 0:
             try:
                 # Before anything else: what an engine reports wrongly makes a loss infinite too.
-                gap = self._gap(batch, rows, meter, max_gap=max_gap)
+                gap = self._gap(batch, moving, meter, max_gap=max_gap)
             except NonFinite:
                 if not len(bad):  # else its rows are named, below
                     raise
@@ -276,28 +291,29 @@ class Trainer:
             self.ema.update()
         return norms
 
-    @torch.no_grad()
-    def _look(self, samples: Samples) -> Looked:
-        """What must be known of every token before the first update."""
+    def _wanted(self) -> set[str]:
+        """What must be known of tokens before the first update: fields of `Looked`."""
         settings = self._settings
-        recompute = settings.decoupled is not None and settings.decoupled.proximal == "recompute"
         wanted = {
-            "logprobs": recompute,
+            "logprobs": settings.decoupled is not None and settings.decoupled.proximal == "recompute",
             "entropy": settings.top_entropy_fraction < 1,
             "reference": settings.reference.kind != "none",
             "values": self.critic is not None,
         }
-        arrays = {name: np.zeros_like(samples.logprobs_T) for name, is_wanted in wanted.items() if is_wanted}
-        if not arrays:
-            return Looked()
-        for pack in self._packs(samples, np.arange(samples.num_rows), mask_T=samples.mask_T, values={}):
+        return {name for name, is_wanted in wanted.items() if is_wanted}
+
+    @torch.no_grad()
+    def _look(self, samples: Samples, rows: np.ndarray, wanted: set[str]) -> Looked:
+        """It, of the tokens of these rows."""
+        arrays = {name: np.zeros_like(samples.logprobs_T) for name in wanted}
+        for pack in self._packs(samples, rows, mask_T=samples.mask_T, values={}) if wanted else ():
             values = {}
-            if wanted["logprobs"] or wanted["entropy"]:
+            if wanted & {"logprobs", "entropy"}:
                 values["logprobs"], values["entropy"] = self._forward(self.model, pack)
-            if wanted["reference"]:
+            if "reference" in wanted:
                 with without_adapters(self.model) if self._reference is None else contextlib.nullcontext():
                     values["reference"], _ = self._forward(self._reference or self.model, pack)
-            if self.critic is not None:
+            if self.critic is not None and "values" in wanted:
                 values["values"] = self.critic(pack)
             for name in arrays.keys() & values.keys() if not pack.is_idle else ():
                 pack.to_tokens(values[name], arrays[name])
@@ -306,7 +322,7 @@ class Trainer:
 
     @torch.no_grad()
     def _gap(self, batch: StepBatch, measured: np.ndarray, meter: GapMeter, *, max_gap: float) -> dict[str, float]:
-        """The gap to the engine, before the first update; `meter` has the first mini-batch, whose rows are `measured`.
+        """The gap to the engine, before the first update; `meter` has the rows `measured` of the first mini-batch.
 
         A shard that it has no row of gets one here, and every row with a token that its engine finds very unlikely:
         what is wrong must show before the first update. A shard of which only an earlier policy's tokens can be
@@ -336,7 +352,7 @@ class Trainer:
         if weights == "gap_weights":
             odd_B = np.minimum.reduceat(np.where(samples.mask_T, samples.logprobs_T, 0), samples.offsets[:-1])
             rows = np.union1d(rows, np.flatnonzero((odd_B < -MOST_UNLIKELY) & ~measured_B))
-        for pack in self._packs(samples, rows, mask_T=batch.trained_T, values=batch.values) if len(rows) else ():
+        for pack in self._packs(samples, rows, mask_T=batch.trained_T, values=batch.values):
             logprobs, _ = self._forward(self.model, pack)
             if not pack.is_idle:
                 meter.add(logprobs, *_gap_values(pack, weights))
@@ -355,29 +371,12 @@ class Trainer:
         )
         return logprobs, entropy
 
-    def _packs_by_signal(
-        self, batch: StepBatch, rows: np.ndarray, values: Mapping[str, np.ndarray]
-    ) -> Iterator[tuple[Pack, bool]]:
-        """The packs that move the policy, with True; then those whose gradient is 0, which are only measured."""
-        everywhere = not moved_by_advantages_alone(self._settings)
-        has_signal = np.full(len(rows), True) if everywhere else batch.has_signal(rows)
-        for chosen, signal in ((rows[has_signal], True), (rows[~has_signal], False)):
-            if len(chosen):
-                for pack in self._packs(batch.samples, chosen, mask_T=batch.trained_T, values=values):
-                    yield pack, signal
-
     def _packs(
         self, samples: Samples, rows: np.ndarray, *, mask_T: np.ndarray, values: Mapping[str, np.ndarray]
     ) -> Iterator[Pack]:
-        return packs_of(
-            samples,
-            rows,
-            mask_T=mask_T,
-            values=values,
-            budget=self._settings.tokens_per_microbatch,
-            spread=self._spread,
-            device=self.device,
-        )
+        """This rank's; none of no rows."""
+        settings = {"budget": self._settings.tokens_per_microbatch, "spread": self._spread, "device": self.device}
+        return packs_of(samples, rows, mask_T=mask_T, values=values, **settings) if len(rows) else iter(())
 
 
 def _gap_values(pack: Pack, weights: str = "gap_weights") -> list[torch.Tensor]:

@@ -214,6 +214,7 @@ class TrainerWorker:
                 metrics={n: v for n, v in {**metrics, **phases, **budget, **speed}.items() if math.isfinite(v)},
                 state_path=state_path,
                 session_id=session_id,
+                arithmetic=self._trainer.arithmetic(claim.step),
                 by_attempt=True,
                 owes=owed_by(self._log.state, claim, self._trainer.config),
             )

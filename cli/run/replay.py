@@ -1,6 +1,7 @@
 """`millrace replay`: train recorded steps again and show what came out beside what was recorded.
 
-In: a run, a span, and perhaps a change. Out: a table; exit status 1 when an unchanged replay gives other weights.
+In: a run, a span, and perhaps a change. Out: a table; exit status 1 when an unchanged replay gives other weights,
+by more than another arithmetic explains.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def replay(
         print_json(result)
     else:
         print_replay(result, console)
-    if result["unchanged"] and not result["identical"]:
+    if result["unchanged"] and not result["agrees"]:
         raise typer.Exit(1)
 
 
@@ -115,6 +116,14 @@ def print_replay(result: dict[str, Any], console: Console) -> None:
         console.print("from the recorded weights, with the optimizer state as it came out here", soft_wrap=True)
     if result["unchanged"] and result["identical"]:
         console.print("[green]every step has the recorded weights, bit for bit[/]")
+    elif result["unchanged"] and result["agrees"]:
+        other = next(step for step in steps if not step["identical"])
+        console.print(
+            f"[yellow]the weights agree within {other['tolerance']:g} of their update[/], as another arithmetic's do: "
+            f"recorded with {escape(other['recorded_arithmetic'])}, replayed with "
+            f"{escape(other['replayed_arithmetic'])}",
+            soft_wrap=True,
+        )
     elif result["unchanged"]:
         console.print(
             "[red]the weights differ from the recorded ones[/]: look for other hardware, another device, or other "

@@ -139,6 +139,9 @@ class Step:
     state_path: str | None
     """Folder in the store with optimizer and random state; None if the step saved none."""
     session_id: str
+    arithmetic: str = field(default="", metadata=LATER)
+    """What added up its numbers, its version first: `2, torch 2.13.0+cpu, AVX512, 2 threads, 1 rank`; empty: version 1.
+    Equal ones give equal weights, bit for bit."""
     by_attempt: bool = field(default=False, metadata=LATER)
     """A sequence of `train.aggregation` was an attempt; in steps from before this was recorded, each row of it."""
     owes: str = field(default="", metadata=LATER)

@@ -16,6 +16,14 @@ from settings.errors import InvalidInput
 from storage.log.entries import ClaimedGroup
 from storage.shards.schema import REQUESTS, flat, row_offsets
 
+ARITHMETIC = 2
+"""The newest way to add up the same numbers. A recorded step is computed as it was, and a run goes on as it began.
+
+    1   all steps from before this was recorded
+    2   bfloat16 on CPUs: attention's backward pass in float32 for short sequences; the proximal policy's
+        log-probabilities only of groups that can move the policy, so in other packs
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
@@ -36,6 +44,7 @@ class Samples:
     shard_ids: list[str] = field(default_factory=list)  # what `shards_B` counts
     constrained_B: np.ndarray | None = None  # true where a grammar restricted some tokens, and so their logprobs
     turn_metrics: dict[str, float] = field(default_factory=dict)  # of turns and tools, for people
+    arithmetic: int = ARITHMETIC  # in which order and types its numbers are added up
     by_attempt: bool = True  # what a sequence of `train.aggregation` is: an attempt, or in older steps a row
 
     @property

@@ -127,7 +127,12 @@ def build_pack(
         mask=shifted((np.zeros(len(samples.mask_T)) if mask_T is None else mask_T).astype(np.float32)),
         position_ids=position_ids(lengths).to(device),
         sequences=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)).to(device),
-        layout=Layout(lengths, device=device, computed_T=shared_tokens(samples.input_ids_T[tokens], lengths)),
+        layout=Layout(
+            lengths,
+            device=device,
+            computed_T=shared_tokens(samples.input_ids_T[tokens], lengths),
+            arithmetic=samples.arithmetic,
+        ),
         positions=torch.from_numpy(positions if len(positions) else np.zeros(1, np.int64)).to(device),
         values={name: shifted(values_T) for name, values_T in values.items()},
         tokens=tokens,

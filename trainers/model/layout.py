@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from settings.errors import InvalidInput
 from trainers.data.packing import position_ids
+from trainers.data.samples import ARITHMETIC
 
 _SHORTEST_TO_LONGEST = 0.75
 """Sequences of at least this share of the longest stand in one batch with it: padding wastes at most a quarter."""
@@ -60,12 +61,18 @@ class Layout:
     """
 
     def __init__(
-        self, lengths: Sequence[int] | np.ndarray, *, device: torch.device, computed_T: torch.Tensor | None = None
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        *,
+        device: torch.device,
+        computed_T: torch.Tensor | None = None,
+        arithmetic: int = ARITHMETIC,
     ) -> None:
         """`lengths` are those of the sequences. With `computed_T` (`trainers.data.packing.shared_tokens`, on the host)
         what sequences begin with in common is computed once. Raises `ValueError` without a sequence, or for an empty
         one."""
         self._device = device
+        self.arithmetic = arithmetic
         self.lengths_S = torch.as_tensor(lengths, dtype=torch.int64)  # on the host
         if not len(self.lengths_S) or int(self.lengths_S.min()) < 1:
             raise InvalidInput(f"lengths {self.lengths_S.tolist()}: a pack has a sequence, and a sequence a token")

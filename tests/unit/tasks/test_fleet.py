@@ -16,6 +16,7 @@ from settings.evaluation import EvaluationSettings
 from settings.train import TrainSettings
 from storage.log.entries import Evaluation, Join, Lease, Policy
 from storage.log.producers import Lookout, give_sign
+from storage.objects.object_store import StoredFile
 from storage.policies.policies import DamagedDelta, PolicyReader
 from tasks import rollout
 from tasks.fleet import REPLACEMENTS, Fleet
@@ -247,14 +248,21 @@ class _Cluster:
 
 
 @pytest.mark.parametrize(
-    ("num_engines", "num_gpus", "threads"), [(1, 0, "7"), (2, 0, "3"), (3, 0, "2"), (16, 0, "1"), (2, 1, "")]
+    ("num_engines", "num_gpus", "staleness", "megabytes", "threads"),
+    [
+        *((1, 0, 1, 270, "7"), (2, 0, 1, 270, "3"), (16, 0, 1, 270, "1")),  # the trainer computes at the same time
+        *((1, 0, 0, 270, "8"), (3, 0, 0, 270, "2"), (16, 0, 0, 270, "1")),  # it waits for the engines
+        *((1, 0, 0, 10, "7"), (2, 1, 0, 270, "")),
+    ],
 )
 def test_engines_on_cpus_divide_the_threads_and_name_the_code_of_their_own_machine(
-    num_engines: int, num_gpus: float, threads: str, monkeypatch: pytest.MonkeyPatch
+    num_engines: int, num_gpus: float, staleness: int, megabytes: int, threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     cluster: Any = _Cluster(num_gpus)
-    fleet = Fleet(a_log(), cluster, config=a_config(), num_engines=num_engines)
+    fleet = Fleet(a_log(), cluster, config=a_config(max_staleness=staleness), num_engines=num_engines)
+    size = StoredFile(key="models/base/model.safetensors", num_bytes=megabytes * 10**6, modified_at=0.0)
+    monkeypatch.setattr(fleet.log.store, "walk", lambda prefix: [size] if prefix == "models/base" else [])
     assert asyncio.run(fleet.start("rollout-0")) == "sum"
     assert cluster.environments == ([{"OMP_NUM_THREADS": threads}] if threads else [])
     assert fleet.hosted == {"rollout-0": cluster}
@@ -265,5 +273,7 @@ def test_engines_on_cpus_divide_the_threads_and_name_the_code_of_their_own_machi
 def test_the_trainer_has_the_threads_that_it_is_given(num_threads: int, environments: list[dict[str, str]]) -> None:
     cluster: Any = _Cluster()
     trainer = TrainerHandle(a_log(), cluster)
-    asyncio.run(trainer.open("trainer-0", "module:Worker", settings=TrainSettings(num_threads=num_threads)))
+    settings = TrainSettings(num_threads=num_threads, dtype="bfloat16")
+    asyncio.run(trainer.open("trainer-0", "module:Worker", settings=settings))
+    assert trainer._suspicious_gap == 0.15
     assert cluster.environments == environments

@@ -14,7 +14,7 @@ from storage.log.run_log import RunLog
 from tasks import steps
 from tasks.clock import out_of_room
 from tasks.session import RunSession
-from tasks.trainer import EveryClaimRefused
+from tasks.trainer import SUSPICIOUS_GAPS, EveryClaimRefused
 from tests.builders import a_claim, a_config, a_shard, a_step, a_summary
 from trainers.health import GapTooLarge, NonFinite
 from trainers.refusals import RefusedShards
@@ -85,7 +85,11 @@ def test_a_step_in_between_starts_the_count_again_and_one_without_a_gap_is_not_s
     results = _take(session, _gap("s0"), _gap("s1"), {"loss": 0.1}, _gap("s3"), _gap("s4"), {"engine_gap": 0.0})
     assert [result is None for result in results] == [True, True, False, True, True, False]
     assert not session.trainer._warned_of_gap
-    _take(session, {"engine_gap": 0.5})
+    session.trainer._suspicious_gap = SUSPICIOUS_GAPS["bfloat16"]
+    _take(session, {"engine_gap": 0.06})  # as of SmolLM2-135M
+    assert not session.trainer._warned_of_gap
+    session.trainer._suspicious_gap = SUSPICIOUS_GAPS["float32"]
+    _take(session, {"engine_gap": 0.06})
     assert session.trainer._warned_of_gap
 
 

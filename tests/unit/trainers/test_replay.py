@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from settings.rollout import Fallback
 from settings.run_file import RunConfig
 from storage.log.claims import next_claim
 from storage.log.entries import Rescore, Retire, Step
-from storage.log.replay_plan import CannotReplay, ReplayedStep
+from storage.log.replay_plan import TOLERANCES, CannotReplay, ReplayedStep
 from storage.log.run_log import RunLog
 from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.objects.object_store import LocalStore
@@ -44,11 +45,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Run
     return log
 
 
-def _trained(root: Path, model: Path, shards: list[list[RolloutGroup]], *, steps: int, **rules: Any) -> RunLog:
+def _trained(
+    root: Path,
+    model: Path,
+    shards: list[list[RolloutGroup]],
+    *,
+    steps: int,
+    config: RunConfig | None = None,
+    **rules: Any,
+) -> RunLog:
     log = new_run(root, model)
     for number, groups in enumerate(shards):
         commit(log, f"shard-{number}", groups)
-    worker = open_trainer(log, _config(), cache=root / "cache")
+    worker = open_trainer(log, config or _config(), cache=root / "cache")
     for _ in range(steps):
         settings = {"max_staleness": 8, "stale_policy": "strict", "min_usable": 2, **rules}
         claim = next_claim(log.refresh(), a_config(**settings))
@@ -102,6 +111,39 @@ def test_unchanged_steps_have_the_recorded_weights_and_metrics(
         assert step.identical and (step.distance, step.cosine) == (0.0, 1.0)
         assert step.replayed == step.recorded and step.recorded.items() <= original.metrics.items()
         assert {"loss", "grad_norm", "entropy", "clip_fraction", "approx_kl"} <= step.replayed.keys()
+
+
+def test_a_run_keeps_its_arithmetic_and_a_replay_under_another_agrees_within_the_tolerance(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = groups_of(random_rows(tiny_folder, num_groups=4))
+    shards, config = [groups[:2], groups[2:]], _config(dtype="bfloat16", decoupled={})
+    runs = {}
+    for version in (1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr("trainers.run_trainer.ARITHMETIC", version)
+            if version == 1:  # as it was before it was recorded
+                patch.setattr("trainers.run_trainer.RunTrainer.arithmetic", lambda self, step: "")
+            runs[version] = _trained(tmp_path / str(version), tiny_folder, shards, steps=1, config=config, batch_size=2)
+    same = {"recorded": config, "changed": config}
+    weights = [log.refresh().steps[0].policy.weights_sha256 for log in runs.values()]
+    assert weights[0] != weights[1]
+    for version, log in runs.items():
+        cache = tmp_path / f"cache-{version}"
+        worker = open_trainer(log, config, cache=cache)
+        claim = next_claim(log.refresh(), a_config(max_staleness=8, batch_size=2))
+        assert claim is not None
+        step = worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id="another")
+        assert step.arithmetic.startswith(f"{version}, torch {torch.__version__}, ")
+        assert all(each.identical for each in _replay(log, cache, 1, 2, **same))
+    with monkeypatch.context() as patch:  # as if the recorded version were no longer known
+        patch.setattr("trainers.run_trainer.version_of", lambda arithmetic: 1)
+        [replayed] = _replay(runs[2], tmp_path / "cache-2", 1, 1, **same)
+    assert not replayed.identical and replayed.agrees
+    assert (replayed.recorded_arithmetic[0], replayed.replayed_arithmetic[0]) == ("2", "1")
+    assert replayed.distance is not None and 1e-3 < replayed.distance < replayed.tolerance == TOLERANCES["bfloat16"]
+    assert not dataclasses.replace(replayed, replayed_arithmetic=replayed.recorded_arithmetic).agrees
+    assert not dataclasses.replace(replayed, distance=0.2).agrees
 
 
 @pytest.mark.parametrize("fallback", ["skip_step", "masked"])

@@ -11,10 +11,16 @@ import torch
 
 from settings.train import TrainSettings
 from tests.unit.trainers.builders import Row, samples_of
+from trainers.data.samples import Samples
 from trainers.model.batches import build_pack
 from trainers.objective.aggregation import Aggregation
 from trainers.objective.objective import loss_inputs, objective
 from trainers.step_batch import StepBatch
+
+
+def _batch(samples: Samples) -> StepBatch:
+    mask_T, moving_B = samples.mask_T, np.ones(samples.num_rows, bool)
+    return StepBatch(samples=samples, sampled_T=mask_T, trained_T=mask_T, moving_B=moving_B, values={}, base_version=0)
 
 
 def _row(attempt: int, length: int) -> Row:
@@ -32,7 +38,7 @@ def _row(attempt: int, length: int) -> Row:
 def test_a_forked_attempt_is_one_sequence(aggregation: Aggregation, forked: float, alone: float) -> None:
     samples = samples_of([_row(0, 4), _row(0, 2), _row(1, 2)])
     mask_T = samples.mask_T
-    batch = StepBatch(samples=samples, sampled_T=mask_T, trained_T=mask_T, values={}, base_version=0)
+    batch = _batch(samples)
     weights_T = batch.weights_T(np.arange(3), aggregation, max_tokens=10)[mask_T]
     assert weights_T == pytest.approx([forked] * 6 + [alone] * 2, rel=1e-6)
     older = dataclasses.replace(batch, samples=dataclasses.replace(samples, by_attempt=False))
@@ -53,7 +59,7 @@ def test_a_forked_attempt_is_one_sequence(aggregation: Aggregation, forked: floa
 def test_a_ratio_is_that_of_a_branch_and_its_weight_that_of_the_attempt(settings: dict[str, Any], loss: float) -> None:
     samples = samples_of([_row(0, 4), _row(0, 2)])
     mask_T = samples.mask_T
-    batch = StepBatch(samples=samples, sampled_T=mask_T, trained_T=mask_T, values={}, base_version=0)
+    batch = _batch(samples)
     weights_T = batch.weights_T(np.arange(2), "sequence_mean", max_tokens=10)
     values = {"sampled_logprobs": samples.logprobs_T, "weights": weights_T, "advantages": np.ones_like(weights_T)}
     pack = build_pack(samples, np.arange(2), mask_T=mask_T, values=values, device=torch.device("cpu"))

@@ -50,6 +50,7 @@ def test_a_span_is_a_step_or_two_ends_of_which_one_may_be_open() -> None:
 SAME = {
     "step": 3, "identical": True, "recorded_sha256": "a" * 64, "replayed_sha256": "a" * 64, "distance": 0.0,
     "recorded": {"loss": 0.125, "grad_norm": 2.0}, "replayed": {"loss": 0.125, "grad_norm": 2.0}, "cosine": 1.0,
+    "recorded_arithmetic": "2, torch 2.13", "replayed_arithmetic": "2, torch 2.14", "tolerance": 0.05,
 }  # fmt: skip
 """A step that came out as recorded."""
 
@@ -59,7 +60,8 @@ def _shown(**fields: Any) -> str:
     found = {"run": "run", "plan": {"resumed_from": 0, "first": 3, "last": 3}, "changes": {}, "rewards": ""}
     found |= {"start_identical": True, "steps": [SAME], "recorded_code": "c0de", "code": "c0de+changes"}
     output = io.StringIO()
-    print_replay({**found, "unchanged": True, "identical": True, **fields}, Console(file=output, width=200))
+    found |= {"unchanged": True, "identical": True, "agrees": False}
+    print_replay({**found, **fields}, Console(file=output, width=200))
     return output.getvalue()
 
 
@@ -71,6 +73,8 @@ def test_an_unchanged_step_says_whether_it_came_out_as_recorded_and_what_may_dif
     text = _shown(steps=[other], identical=False, start_identical=False)
     assert "the weights differ" in text and "c0de+changes" in text and "bit for bit" not in text
     assert "steps before 3 gave other weights" in text
+    text = _shown(steps=[other], identical=False, agrees=True)
+    assert "agree within 0.05 of their update" in text and "recorded with 2, torch 2.13, replayed with 2, torch" in text
 
 
 def test_a_change_shows_old_and_new_side_by_side() -> None:

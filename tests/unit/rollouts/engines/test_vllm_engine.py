@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
+from rollouts.engines.vllm_core import _cache_bytes
 from rollouts.engines.vllm_engine import TRIES, VllmEngine
 from settings.errors import InvalidInput
 from storage.objects.digests import seal_folder
@@ -363,3 +364,25 @@ async def test_a_cancelled_caller_does_not_stop_the_update_half_way(bench: _Benc
         await updating
     await _settle()
     await bench.assert_serving(2)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "mebibytes"),
+    [
+        # SmolLM2-135M: 128 sequences of 128 tokens, 30 layers × 2 × 3 heads × 64 numbers of 2 bytes
+        ({}, {}, 360),
+        ({}, {"dtype": "float32"}, 720),
+        ({"text_config": {"num_hidden_layers": 60}}, {"max_num_seqs": 64}, 360),
+        ({}, {"max_model_len": 129}, 720),  # a block more
+        ({"num_hidden_layers": 2}, {}, 64),
+        ({}, {"max_model_len": 4096}, 1024),
+        ({"num_hidden_layers": None}, {}, 1024),  # a config that says nothing
+    ],
+)
+def test_the_cache_of_an_engine_on_cpus_has_room_for_all_that_may_run_at_once(
+    config: dict[str, Any], arguments: dict[str, Any], mebibytes: int
+) -> None:
+    smollm2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    smollm2 |= {"torch_dtype": "bfloat16"}
+    both = {"text_config": {**smollm2, **config["text_config"]}} if "text_config" in config else {**smollm2, **config}
+    assert _cache_bytes({"max_model_len": 128, **arguments}, both) == mebibytes * 2**20

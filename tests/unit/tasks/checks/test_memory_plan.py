@@ -115,7 +115,7 @@ def test_what_layers_keep_is_what_hooks_on_saved_tensors_count(tmp_path: Path, f
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from trainers.model.attention import Layout
+    from trainers.model.layout import Layout
     from trainers.model.model import load_model
 
     sizes = {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -111,6 +111,26 @@ def _assert_same(found: torch.Tensor, expected: torch.Tensor, tensors: list[torc
         torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.parametrize("width", [8, 64])
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3)])
+def test_short_sequences_in_bfloat16_have_the_same_output_and_a_more_exact_gradient(
+    heads: tuple[int, int], width: int
+) -> None:
+    lengths = [40, 38, 17, 5, 1]
+    exact = [tensor.detach().bfloat16().double().requires_grad_() for tensor in
+             _query_key_value(lengths, heads=heads[0], groups=heads[1], width=width)]  # fmt: skip
+    expected = torch.autograd.grad(_by_definition(lengths, exact).sin().sum(), exact)
+    outputs, errors = [], []
+    for arithmetic in (1, 2):
+        halves = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
+        layout = Layout(lengths, device=_CPU, arithmetic=arithmetic)
+        outputs.append(packed_attention(torch.nn.Module(), *halves, None, scaling=0.3, layout=layout)[0])
+        found = torch.autograd.grad(outputs[-1].double().sin().sum(), halves)
+        errors.append([float((a - e).norm() / e.norm()) for a, e in zip(found, expected, strict=True)])
+    assert torch.equal(*outputs)
+    assert max(errors[1]) < 4e-3 and all(new < old for old, new in zip(*errors, strict=True))
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_kernel_of_gpus_is_asked_for_what_the_definition_says(
     monkeypatch: pytest.MonkeyPatch, window: int | None
