@@ -23,7 +23,7 @@ from storage.log.conflicts import check_fits, holds
 from storage.log.entries import Entry
 from storage.log.history import History, decode_entry, encode_entry
 from storage.log.run_state import Conflict, LogDamaged, RunState
-from storage.log.segments import Archive, Segment, encode_segment, merge_segments, read_entry
+from storage.log.segments import Archive, Segment, encode_segment, held_segment, merge_segments, read_entry
 from storage.objects.object_store import ObjectStore, StoreError
 
 logger = logging.getLogger("millrace.log")
@@ -155,7 +155,7 @@ class RunLog:
         size, packed = self.segment_sizes[0], self.state.entries - len(self._documents)
         while len(self._documents) >= size:
             data = encode_segment(self.entries[packed : packed + size], self._documents[:size], run_id=self.run_id)
-            segment = Segment(data, run_id=self.run_id, first=packed, size=size)
+            segment = held_segment(data, run_id=self.run_id, first=packed, size=size)
             self._segments.append(segment)
             self._unwritten.append(segment)
             self.entries.pack(Archive(self._segments))
@@ -171,7 +171,7 @@ class RunLog:
                 if data is None:
                     return
                 try:
-                    yield Segment(data, run_id=self.run_id, first=first, size=size)
+                    yield held_segment(data, run_id=self.run_id, first=first, size=size)
                 except LogDamaged as error:
                     logger.warning("%s/%s: %s; reading entries instead", self.store.uri, key, error)
                     return

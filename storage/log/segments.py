@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
@@ -81,6 +82,12 @@ def _pack(table: pa.Table, *, run_id: str, first: int) -> bytes:
     return hashlib.sha256(data).digest() + data
 
 
+def held_segment(data: bytes, *, run_id: str, first: int, size: int) -> Segment:
+    """The segment of these bytes; the logs of a process share it. Raises `LogDamaged`."""
+    segment = Segment(data, run_id=run_id, first=first, size=size)
+    return _HELD.setdefault(data[:_DIGEST], segment)  # the digest is of run and place too
+
+
 class Segment:
     """One block, its documents still packed. Raises `LogDamaged` if the bytes are not those that were written."""
 
@@ -116,6 +123,9 @@ class Segment:
         options = pa.ipc.IpcReadOptions(included_fields=[_SCHEMA.names.index(name) for name in names])
         with pa.ipc.open_file(self._buffer, options=options) as file:
             return file.read_all()
+
+
+_HELD: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
 
 
 class Archive(RecordList[LogEntry]):

@@ -22,8 +22,8 @@ from tasks.prefect.own_flow_run import OwnFlowRun
 
 logger = logging.getLogger("millrace.outages")
 
-LONGEST_WAIT = 15.0
-"""Seconds that the end of a run waits for a server that is away; one that restarts takes about as long."""
+LONGEST_WAIT = 25.0
+"""Seconds that the end of a run waits for a server that is away or busy; one that restarts takes 15."""
 _COMPLAINING = ("prefect.events.clients", "prefect._internal.concurrency")
 _COMPLAINTS = ("Unable to connect to", "Service %r failed")
 _QUIET_SECONDS = 120.0

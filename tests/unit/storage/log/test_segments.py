@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import operator
 from typing import Any
 
 import pytest
@@ -77,6 +78,7 @@ def test_a_reopened_log_knows_the_groups_and_steps_in_its_segments():
 
 def test_a_log_that_stays_open_holds_all_but_the_newest_entries_packed():
     reader = RunLog(store := MemoryStore(), "run")
+    reader.refresh()
     writer = _run(4, store)
     for number in range(4, 20):
         writer.append(a_shard(f"s{number}", [a_summary(2 * number), a_summary(2 * number + 1)]))
@@ -86,6 +88,8 @@ def test_a_log_that_stays_open_holds_all_but_the_newest_entries_packed():
     grown.segment_sizes = (10**6, 10**7)  # never there, so it reads entry by entry
     grown.refresh()
     assert grown.entries.num_unpacked == grown.state.entries
+    assert len(reader._segments) == reader.state.entries // SIZE
+    assert all(map(operator.is_, writer._segments, reader._segments)), "the logs of a process share them"
     for log in (writer, reader):
         assert len(log.entries) == log.state.entries > 40 and log.entries.num_unpacked < SIZE
         assert grown.state == log.state and list(grown.entries) == list(log.entries)
