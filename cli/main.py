@@ -30,6 +30,7 @@ from cli.terminal.errors import explained
 from cli.traj.diff import diff
 from cli.traj.export import export as export_trajectories
 from cli.traj.ls import ls
+from cli.traj.runs_diff import runs_diff
 from cli.traj.search import index, search
 from cli.traj.show import show
 from cli.traj.sql import sql
@@ -66,6 +67,7 @@ COMMANDS: dict[str, dict[Callable[..., None], str]] = {
         report: "report arithmetic",
         index: "index arithmetic",
         lineage: "lineage arithmetic@rollout",
+        runs_diff: "diff arithmetic arithmetic-2",
         replay: "replay arithmetic --step 13",
         rescore: "rescore arithmetic --reward my/file.py:f",
     },
@@ -115,7 +117,7 @@ def main(
 
 
 def _add(to: typer.Typer, command: Callable[..., None], example: str, *, panel: str | None = None) -> None:
-    named = "eval" if command is evaluate else None
+    named = {evaluate: "eval", runs_diff: "diff"}.get(command)
     to.command(named, context_settings=_NAMES, epilog=f"Example: millrace {example}", rich_help_panel=panel)(
         explained()(command)
     )

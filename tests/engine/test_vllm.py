@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from storage.log.claims import NOTHING
 from storage.log.entries import Alias
 from storage.log.run_log import RunLog
 from storage.objects.object_store import LocalStore
@@ -91,5 +92,11 @@ def test_a_killed_run_continues_on_the_real_engine_and_leaves_no_process(home: H
     assert [evaluation.version for evaluation in state.evaluations] == [0, 2, 4]
     # The policy that an engine starts with is read from the store.
     assert {alias.transfer for alias in _aliases(log) if alias.version} >= {"gloo"}
+    # What the engine draws belongs to its token: a run that is not killed, with another load, has the same policies.
+    home.run(*arguments, "run=again", "rollout.max_concurrent=3")
+    again = RunLog(LocalStore(home.path / "store"), "again").refresh()
+    assert [step.policy.weights_sha256 for step in again.steps] == [step.policy.weights_sha256 for step in state.steps]
+    assert [each.score for each in again.evaluations] == [each.score for each in state.evaluations]
+    assert {step.owes for step in [*state.steps, *again.steps]} == {NOTHING}
     # The engine computes what the trainer computes: the gap is rounding, not another policy.
     assert all(step.metrics["engine_gap"] <= 1e-4 for step in state.steps)

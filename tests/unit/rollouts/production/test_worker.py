@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -23,7 +24,8 @@ from rollouts.production.worker import RolloutWorker
 from rollouts.workflow import Score, Workflow, workflow_context
 from settings.errors import InvalidInput
 from settings.evaluation import EvaluationSettings
-from storage.log.entries import Join, Lease, Pause, Policy, Quarantine, Resume, Session, Shard, Step, TaskSet
+from storage.log.claims import NOTHING, next_claim, owed_by
+from storage.log.entries import Claim, Join, Lease, Pause, Policy, Quarantine, Resume, Session, Shard, Step, TaskSet
 from storage.log.producers import withdraw
 from storage.log.run_state import Conflict
 from storage.objects.digests import DIGEST_FILE, DigestMismatch, seal_folder
@@ -82,6 +84,16 @@ class Flaky(Digits):
         return await super().run(task, chat)
 
 
+class Chancy(Digits):
+    """Half of the replies earn a reward; attempts end in an order that is another one in every run."""
+
+    async def run(self, task: Task, chat: Chat) -> Score:
+        reply = await chat.ask(task.prompt)
+        for _ in range(random.SystemRandom().randrange(20)):
+            await asyncio.sleep(0)
+        return Score(reward=float(len(reply) % 2))
+
+
 class _Run:
     """A run with its base policy in a store, and workers on it."""
 
@@ -93,12 +105,15 @@ class _Run:
         self.store.put_folder(folder / "made" / "0", BASE.path, last=DIGEST_FILE)
         self.log = a_log(self.store, base=replace(BASE, weights_sha256=digest))
 
-    def train(self, batch_size: int = BATCH, *, kind: str = "whole", **metrics: float) -> Policy:
-        """Take a step on the first accepted groups; returns its policy: a `whole` one, an `adapter`, which has no
-        tokenizer and no model's configuration, or a `delta` with one value changed; of those, the first is whole."""
+    def train(
+        self, batch_size: int = BATCH, *, kind: str = "whole", claim: Claim | None = None, **metrics: float
+    ) -> Policy:
+        """Take a step on this claim, or on the first accepted groups; returns its policy: a `whole` one, an `adapter`,
+        which has no tokenizer and no model's configuration, or a `delta` with one value changed; of those, the first is
+        whole."""
         state = self.log.refresh()
         accepted = [group_id for group_id in state.pending if state.groups[group_id].accepted]
-        step: Step = a_step(state, trained=accepted[:batch_size])
+        step: Step = a_step(state, claim) if claim else a_step(state, trained=accepted[:batch_size])
         version, anchor = step.policy.version, None
         source = self.folder / "made" / str(version)
         if kind == "adapter":
@@ -186,6 +201,54 @@ async def test_collecting_commits_a_shard_of_a_batch(run: _Run, tokens: ChatToke
     assert metadata[b"tokenizer_sha256"].decode() == tokens.tokenizer_sha256
     assert metadata[b"chat_template_sha256"].decode() == tokens.chat_template_sha256
     assert metadata[b"code_version"] == b"c0de" and metadata[b"run_id"] == b"run"
+
+
+@pytest.mark.parametrize(
+    ("names", "is_stopped", "changes"),
+    [
+        (["rollout-0"], False, {"max_concurrent": 1}),
+        (["rollout-0"], True, {"max_concurrent": 3}),
+        (["left", "right"], False, {"max_concurrent": 2}),
+    ],
+)
+async def test_batches_follow_from_the_run_file_with_any_workers_and_filters_and_after_a_stop(
+    tmp_path: Path, tokenizer_folder: Path, names: list[str], is_stopped: bool, changes: dict[str, Any]
+):
+    """Claims, tokens and draws of three steps, in which uniform groups are replaced by the next."""
+    asked: dict[str, Any] = {"workflow": f"{__name__}:Chancy", "drop_uniform_groups": True, "max_staleness": 0}
+
+    async def play(folder: Path, names: list[str], *, is_stopped: bool = False, **changes: Any) -> list[Any]:
+        run, steps = _Run(folder, tokenizer_folder), []
+        config = a_config(**{**SETTINGS, **asked})
+        while len(steps) < 3:
+            async with run.workers(*names, **asked, **changes) as workers:
+                while len(steps) < 3 and not (is_stopped and run.log.refresh().shards):
+                    while (claim := next_claim(run.log.refresh(), config)) is None:
+                        await asyncio.gather(*(worker.refresh() for worker in workers))
+                        busy = [worker for worker in workers if worker._executor.has_work]
+                        await asyncio.gather(*(worker.collect() for worker in busy))
+                        if is_stopped:
+                            break
+                    if claim is None:
+                        break
+                    assert owed_by(run.log.state, claim, config) == NOTHING
+                    taken = {group.group_id: [] for group in claim.trained}
+                    for shard in run.log.state.shards.values():
+                        for row in read_shard(run.log, shard).to_pylist():
+                            row = (row["group_id"], row["input_ids"], row["reward"], row["sampling"]["seed"])
+                            taken.get(row[0], []).append(row)
+                    steps.append(taken)
+                    policy = run.train(claim=claim)
+                    for worker in workers:
+                        await worker.publish(policy)
+            is_stopped = False
+        assert len(run.log.state.groups) > 3 * BATCH, "some were filtered"
+        return steps
+
+    first = await play(tmp_path / "first", ["rollout-0"])
+    again = await play(tmp_path / "again", names, is_stopped=is_stopped, **changes)
+    assert first == again and [len(taken) for taken in first] == [BATCH] * 3
+    assert all(len({row[3] for rows in taken.values() for row in rows}) == BATCH * ATTEMPTS for taken in first)
 
 
 async def test_the_engine_also_stops_at_the_turn_ends_of_the_template(
