@@ -24,8 +24,10 @@ STATEFUL = {"linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"
 BY_TOKEN = {"moe", "mlp", "dense", "sparse"}
 """What `layer_types` of a configuration may say. Others choose the tokens they attend to, or compress them."""
 _NOT_PACKED = {
-    "has no decoder layers under .model.layers": "",
-    "attends by masks of its own": "doge",
+    "has no decoder layers in a list": (
+        "bloom codegen cpmant ctrl falcon gpt2 gpt_bigcode gpt_neo gptj hrm_text mpt opt rwkv xlstm"
+    ),
+    "attends by masks of its own": "doge gpt_neox_japanese modernbert-decoder recurrent_gemma",
 }
 """Architectures that a trial refuses, by reason."""
 _BY_LENGTH = {"dynamic", "longrope"}

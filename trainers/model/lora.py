@@ -26,12 +26,12 @@ from settings.errors import InvalidInput
 from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE, seal_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from trainers.model.distributed import copy_into, full
+from trainers.model.kinds import decoder_of
 from trainers.model.stored import as_stored, stored_dtypes, write_weights
 from trainers.model.weight_index import INDEX_FILE
 
 _SAVED_PREFIX = "base_model.model."  # peft's name of the model around the model
 _NAME = "default"  # of the only adapter
-_LAYERS = "model.layers."
 
 
 def add_adapters(
@@ -47,14 +47,15 @@ def add_adapters(
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    within = next(name for name, module in causal_lm.named_modules() if module is decoder_of(causal_lm).layers) + "."
     linear = [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)]
-    chosen = [name for name in linear if name.startswith(_LAYERS)]
+    chosen = [name for name in linear if name.startswith(within)]
     if target_modules != "all-linear":
         names = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in chosen}))
         chosen = []
         for each in target_modules:
             layers = [name for name in linear if f".{name}".endswith(f".{each}")]
-            if not layers or not all(name.startswith(_LAYERS) for name in layers):
+            if not layers or not all(name.startswith(within) for name in layers):
                 what = "is no part of the decoder layers" if layers else "is the name of no linear layer of this model"
                 raise InvalidInput(f"train.lora.target_modules: {each!r} {what}; choose from {names}")
             chosen += layers

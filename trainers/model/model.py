@@ -127,10 +127,13 @@ def load_model(
     if drawn := set(told["missing_keys"]) & {name for name, _ in causal_lm.named_parameters()}:
         raise InvalidInput(f"{folder} lacks {min(drawn)}, which {type(causal_lm).__name__} would draw at random")
     if not isinstance(getattr(decoder_of(causal_lm), "layers", None), nn.ModuleList):
-        raise InvalidInput(f"{folder}: {type(causal_lm).__name__} has no decoder layers under .model.layers")
+        raise InvalidInput(f"{folder}: {type(causal_lm).__name__} has no decoder layers in a list")
     causal_lm.config.use_cache = False
     if dtype == torch.float64:  # which the other one does not have
         causal_lm.set_experts_implementation("eager")
+    computed = {*decoder_of(causal_lm).parameters(), *causal_lm.get_output_embeddings().parameters()}
+    for parameter in causal_lm.parameters():
+        parameter.requires_grad_(parameter in computed)  # not of an encoder of images
     model = PolicyModel(causal_lm, logits_gib=logits_gib, compile=compile)
     replace_attention(model, folder)
     if lora is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,6 +65,25 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
         r"lacks safetensors weights \(pytorch_model.bin is not read: save_pretrained writes them\)",
     ),
+    "code of its own": (
+        lambda f: _change(f / "config.json", model_type="kimi_k9", auto_map={"AutoModelForCausalLM": "code.Kimi"}),
+        "'kimi_k9' needs code from its own folder.*trust_remote_code is off",
+    ),
+    "unknown kind": (lambda f: _change(f / "config.json", model_type="kimi_k9"), "'kimi_k9' is no causal language"),
+    "not for text": (lambda f: _change(f / "config.json", model_type="vit"), "'vit' is no causal language model"),
+    "sparse attention": (
+        lambda f: _change(f / "config.json", model_type="deepseek_v32", layer_types=["indexed_attention"]),
+        "DeepseekV32ForCausalLM has layers of kind 'indexed_attention'; docs/models.md",
+    ),
+    "rotary by length": (
+        lambda f: _change(f / "config.json", rope_scaling={"type": "dynamic"}),
+        "LlamaForCausalLM rotates positions by the longest row.*'dynamic'",
+    ),
+    "masks of its own": (lambda f: _change(f / "config.json", model_type="doge"), "DogeForCausalLM attends by masks"),
+    "quantised": (
+        lambda f: _change(f / "config.json", quantization_config={"quant_method": "fp8"}),
+        r"quantised \(fp8\).*bfloat16 or float32, or train adapters",
+    ),
     "no tokenizer": (lambda f: (f / "tokenizer_config.json").unlink(), "lacks tokenizer_config.json"),
 }
 
@@ -83,7 +104,24 @@ def test_what_a_model_folder_lacks_is_said_with_what_helps(model: Path, what: st
     damage, sentence = DAMAGES[what]
     damage(model)
     with pytest.raises(InvalidInput, match=f"^model = '{model}': .*{sentence}"):
-        check_model(str(model))
+        check_model(str(model), trains_weights=True)
+
+
+def test_preflight_loads_no_torch_to_refuse_a_model(model: Path) -> None:
+    _change(model / "config.json", model_type="kimi_k9")
+    code = (
+        "import sys, pathlib\n"
+        "from trainers.model.weight_index import check_model_folder\n"
+        "try: check_model_folder(pathlib.Path(sys.argv[1]))\n"
+        "except ValueError as error: print(error, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("docs/models.md lists what can be trained False")
+
+
+def test_adapters_of_a_quantised_model_are_no_fault(model: Path) -> None:
+    _change(model / "config.json", quantization_config={"quant_method": "fp8"})
+    check_model_folder(model)
 
 
 def test_a_head_that_is_the_embedding_and_spare_rows_of_it_are_no_faults(model: Path) -> None:
