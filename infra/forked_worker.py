@@ -15,7 +15,7 @@ import sys
 
 def _fork() -> None:
     """Ask for the fork, and wait until it is there. Raises `OSError` if nobody answers."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(add_help=False)
     for option in ("--serialized-runtime-env-context", "--language"):
         parser.add_argument(option)
     _, argv = parser.parse_known_args()

@@ -51,7 +51,8 @@ def ray_of_our_own() -> Iterator[None]:
     """Let Ray's processes that start meanwhile, and theirs, listen on loopback alone, and start fewer of them.
 
     Ray has no option for either. It takes 127.0.0.1 for the address of the node only where clusters have one node, as
-    on Windows. Its workers may be forks, see `infra/forks.py`. Its autoscaler, its pages and what carries logs to the driver are Python processes which we do not use.
+    on Windows. Its workers may be forks, see `infra/forks.py`. Its autoscaler, its pages and what carries logs to the
+    driver are Python processes which we do not use.
     """
     from ray._private import ray_constants
     from ray._private.node import Node

@@ -133,7 +133,7 @@ def _choose_prefect() -> None:
 
 
 def imported_early(*, engine: str = "", trains: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Begin to import what workers need, in the process that they become forks of; `engine` is its kind, empty for none.
+    """Begin to import what workers need, in the process that they are forks of; `engine` is its kind, empty for none.
 
     Not on GPUs, on which forks are untested.
     """
