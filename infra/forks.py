@@ -90,7 +90,8 @@ def serve() -> None:
         for name in _OPTIONS.keys() & os.environ.keys():
             ctypes.CDLL(None).mallopt(_OPTIONS[name], int(os.environ[name]))
         os.setpgid(0, request["group"])  # ends with it
-        forkserver.main(*request["descriptors"], [])
+        listener, alive = request["descriptors"]
+        forkserver.main(listener, alive, [])
     else:
         sys.argv = request["argv"]
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -100,7 +101,8 @@ def adopt_environment() -> None:
     """Let libraries follow variables that they have read when they were imported, and draw numbers of their own."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
-    if dynamo := sys.modules.get("torch._dynamo.config"):
+    dynamo: Any = sys.modules.get("torch._dynamo.config")
+    if dynamo:
         dynamo.disable = os.environ.get("TORCHDYNAMO_DISABLE", "0") == "1"
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
@@ -112,7 +114,7 @@ def become_fork_server() -> bool:
 
     if SOURCE not in os.environ:
         return False
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     address = f"{util.get_temp_dir()}/forks"
     alive, ours = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:

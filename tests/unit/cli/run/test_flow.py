@@ -14,6 +14,7 @@ import pytest
 from cli.run import flow
 from cli.run.flow import HeadStart
 from infra import prefect_server
+from infra.cluster import Cluster
 from infra.prefect_server import ServerBeside
 from infra.services import ServiceFailed
 from tasks.session import OPENED, RunSession, in_flow_run
@@ -43,10 +44,10 @@ class _Beside:
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("cores", [2, 8])
 def test_work_begins_before_the_server_and_its_errors_are_raised_in_the_flow_run(
-    monkeypatch: pytest.MonkeyPatch, fails: bool, cores: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool, cores: int
 ) -> None:
     order: list[str] = []
-    session = a_session(a_log(), id="")
+    session = a_session(a_log(), id="", cluster=Cluster(log_folder=tmp_path))
     monkeypatch.setattr(flow, "_beside", _Beside(order))
     monkeypatch.setattr("infra.placement.os.sched_getaffinity", lambda _: range(cores))
 
