@@ -38,6 +38,11 @@ from settings.redaction import redact_error, without_secrets
 
 logger = logging.getLogger("millrace.cluster")
 
+_SYSTEM_CONFIG = {
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+    "worker_register_timeout_seconds": 600,  # it may wait for what it is a fork of
+}
 _HEADER = "Traceback (most recent call last):"
 _BETWEEN = r"python/ray/|[^\"]*/(?:site-packages/ray/|concurrent/futures/_base\.py|infra/worker_process\.py)"
 _CALLERS_FRAME = re.compile(rf'^((?: *\|)?) +File "(?:{_BETWEEN}).*\n(?:\1 {{4}}.*\n)*', re.MULTILINE)
@@ -237,7 +242,7 @@ class Cluster:
                 "include_dashboard": False,
                 "num_cpus": num_slots(),
                 "object_store_memory": 128 * 2**20,
-                "_system_config": {"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+                "_system_config": _SYSTEM_CONFIG,
             }
         # Ray replaces it, and ends the process by SIGTERM. Prefect's tells its Cancel from a crash.
         handler = signal.getsignal(signal.SIGTERM)

@@ -22,7 +22,8 @@ import httpx
 from infra.ports import free_port
 from infra.services import ServiceFailed
 
-SECONDS_TO_START = 90.0
+SECONDS_TO_START = 300.0
+"""One that ends is noticed at once; a busy machine needs minutes."""
 _LOOK_SECONDS = 0.1
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.environment import turn_telemetry_off
+from infra.forks import adopt_environment
 from infra.ports import free_port
 from infra.structured_logs import CALL, json_handler, logs_are_json
 from settings.redaction import redact_logs, without_secrets
@@ -56,6 +57,7 @@ class Host:
 
     def prepare(self, environment: dict[str, str]) -> None:
         os.environ.update(environment)
+        adopt_environment()
 
     async def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         self._turning = self._turning or asyncio.create_task(_log_stacks_when_stuck())

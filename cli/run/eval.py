@@ -52,7 +52,7 @@ def evaluate_run(
     `changes` are settings of the run's own evaluation: `split`, `num_tasks`, `n_samples`, `temperature`. What cannot
     work is refused before anything heavy starts; so are other tasks than the run has had, unless `adopt_tasks`.
     """
-    from cli.run.flow import HeadStart, run_flow
+    from cli.run.flow import HeadStart, imported_early, run_flow
     from flows.evaluate import begin, evaluate, plan_evaluation
     from tasks.session import reading_session
 
@@ -63,7 +63,7 @@ def evaluate_run(
         begin=partial(begin, version=chosen, settings=config.evaluation, adopt_tasks=adopt_tasks),
     )
     console = console or open_console()
-    with console.status(f"evaluating {run}") as spinner:
+    with imported_early(engine=config.engine.kind), console.status(f"evaluating {run}") as spinner:
         flow = partial(evaluate, run=run, store=store, version=chosen, adopt_tasks=adopt_tasks, **changes)
         return run_flow(flow, console, early=early, on_interrupt=spinner.stop)
 

@@ -17,12 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.logging import RichHandler
 
+from infra import forks
 from infra.environment import make_home
 from infra.placement import has_cores_for
 from infra.prefect_server import ServerBeside
@@ -128,6 +130,19 @@ def _choose_prefect() -> None:
     check_prefect_database(home())
     _beside = ServerBeside(home())
     _report_to(_beside.url)
+
+
+def imported_early(*, engine: str = "", trains: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Begin to import what workers need, in the process that they are forks of; `engine` is its kind, empty for none.
+
+    Not on GPUs, on which forks are untested.
+    """
+    from rollouts.engines.vllm_core import FRONT_END, IMPORTED, is_cpu_build
+
+    modules = ["trainers.worker"] if trains else []
+    if engine:
+        modules = [*(IMPORTED + FRONT_END if engine == "vllm" else []), "rollouts.production.worker", *modules]
+    return forks.imported_early(modules, log=home() / "logs" / "imports.log") if is_cpu_build() else nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,7 @@ def replay_run(
 
     `changes` are settings of the trainer by dotted key. What cannot work is refused before anything heavy starts.
     """
-    from cli.run.flow import run_flow
+    from cli.run.flow import imported_early, run_flow
     from flows.replay import replay
     from settings.run_file import make_config, with_training_changes
     from tasks.replay import check_replay
@@ -86,7 +86,7 @@ def replay_run(
     flow = functools.partial(
         replay, run=run, store=store, first=first, last=last, changes=changes, rewards=rewards, save=save
     )
-    with console.status(f"replaying {run}") as spinner:
+    with imported_early(trains=True), console.status(f"replaying {run}") as spinner:
         return run_flow(flow, console, on_interrupt=spinner.stop)
 
 

@@ -5,6 +5,7 @@ In: a run, and how much of it. Out: shards in the run's log; or every attempt wi
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,6 +70,7 @@ async def _attempt(log: RunLog, *, num_prompts: int) -> list[RolloutGroup]:
 
     What the engine and its libraries print goes to a log file; if something fails, its path is printed.
     """
+    from cli.run.flow import imported_early
     from infra.cluster import Cluster
     from infra.environment import cache_folder, code_version
     from settings.places.state_folder import home
@@ -78,7 +80,10 @@ async def _attempt(log: RunLog, *, num_prompts: int) -> list[RolloutGroup]:
     config = make_config(local_config(log), source=f"run {log.run_id}")
     gpus = config.engine.num_gpus
     folder = home() / "logs" / log.run_id
-    async with Cluster(log_folder=folder, home=home(), num_workers=gpus, gpus_per_engine=gpus) as cluster:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(imported_early(engine=config.engine.kind))
+        cluster = Cluster(log_folder=folder, home=home(), num_workers=gpus, gpus_per_engine=gpus)
+        await stack.enter_async_context(cluster)
         path = "rollouts.production.worker:RolloutWorker"
         worker = await cluster.host("rollout-once", path, num_gpus=cluster.gpus_per_engine)
         facts = {"store_uri": log.store.uri, "cache": str(cache_folder()), "code_version": code_version()}

