@@ -223,6 +223,8 @@ COVERED_BY = {
     "python -m benchmarks.trainer_speed": f"{_IDLE}, also for one pair of steps",
     "python -m benchmarks.start_up --timeline": f"{_IDLE}; its timeline: "
     "test_a_timeline_has_what_took_long_with_its_depth_and_processor_time",
+    "python -m benchmarks.trainer_kinds MODEL": f"{_IDLE}; its sums: "
+    "test_the_seconds_of_a_step_are_counted_by_what_they_are_spent_on",
     "python -m benchmarks.episodes": f"{_IDLE}; it takes no smaller number",
     "python -m benchmarks.staleness": f"{_IDLE}; what it simulates: test_no_token_over_the_bound_is_trained",
     "python -m benchmarks.learning_curve search-agent *": f"needs the run that is drawn; of another: {_QUICK}",

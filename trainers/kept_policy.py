@@ -18,10 +18,11 @@ from trainers.model.distributed import local
 
 
 class KeptPolicy:
-    """A copy of the trainable parameters in host memory, sharded as they are: as many bytes as the weights, once."""
+    """A copy of the trainable parameters in host memory, sharded as they are, in the type they are computed in."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, dtype: torch.dtype) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._dtype = dtype
         self._weights: list[torch.Tensor] = []
         self.version: int | None = None
         """The policy that is kept; None if none is."""
@@ -37,7 +38,7 @@ class KeptPolicy:
         """Copy the weights as they are now, in the place of those of before."""
         now = [local(parameter) for parameter in self._parameters]
         if not self._weights:
-            self._weights = [torch.empty_like(weights, device="cpu") for weights in now]
+            self._weights = [torch.empty_like(weights, device="cpu", dtype=self._dtype) for weights in now]
         for kept, weights in zip(self._weights, now, strict=True):
             kept.copy_(weights)
         self.version = version
@@ -49,16 +50,14 @@ class KeptPolicy:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """The model has the kept weights inside, and its own again afterwards, bit for bit."""
-        self._exchange()
+        own = [local(parameter).to("cpu", copy=True) for parameter in self._parameters]
+        self._put(self._weights)
         try:
             yield
         finally:
-            self._exchange()
+            self._put(own)
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        for kept, parameter in zip(self._weights, self._parameters, strict=True):
-            weights = local(parameter)
-            own = weights.clone()
-            weights.copy_(kept)
-            kept.copy_(own)
+    def _put(self, weights: list[torch.Tensor]) -> None:
+        for parameter, its in zip(self._parameters, weights, strict=True):
+            local(parameter).copy_(its)

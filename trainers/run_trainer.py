@@ -35,12 +35,15 @@ from storage.shards.shards import DamagedShard, read_shard
 from storage.shards.turn_metrics import turn_metrics
 from trainers.checkpoint import load_state, load_weights, save_policy, save_state
 from trainers.data.samples import ARITHMETIC, COLUMNS, Samples, gather_samples
-from trainers.model.distributed import agreed, num_ranks, on_every_rank, rank
+from trainers.model.distributed import agreed, give_back_freed_memory, num_ranks, on_every_rank, rank
 from trainers.model.stored import dtypes_in, refuse_unstored
 from trainers.refusals import refuse_long_rows, refuse_shards, tokenizer_sha256
 from trainers.trainer import Trainer
 
 logger = logging.getLogger("millrace.trainer")
+
+_LARGE = 100 * 10**6
+"""Bytes of a policy from which a step takes so long that getting its memory anew, page by page, no longer counts."""
 
 
 class RunTrainer:
@@ -184,6 +187,9 @@ class RunTrainer:
                 max_staleness=self.config.max_staleness,
                 max_gap=self.config.train.max_gap if is_judged else math.inf,
             )
+            self.trainer.free_gradients()
+            if self.policy_bytes >= _LARGE:
+                give_back_freed_memory()
             return {**metrics, **samples.turn_metrics}
         nothing = {"trained_tokens": 0.0, "trained_rows": 0.0, "trained_groups": 0.0}
         if claim.fallback == "skip_step":

@@ -76,7 +76,7 @@ class Trainer:
             fused=True,
         )
         self.ema = Ema(self.model.named_parameters(), decay=settings.ema) if settings.ema else None
-        self.kept = KeptPolicy(self.model.parameters())
+        self.kept = KeptPolicy(self.model.parameters(), dtype=getattr(torch, settings.dtype))
         self.gap_seconds = 0.0
         """What the last step spent on the gap beside its own forward passes: probes, and copies of weights."""
         self._reference = None
@@ -191,6 +191,11 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, peak=peak, **shape)
 
+    def free_gradients(self) -> None:
+        """Give back the memory of the last update's gradients: the next one makes its own."""
+        for optimizer, _ in self._optimizers:
+            optimizer.zero_grad()
+
     def _zero_gradients(self) -> None:
         """A gradient of 0, which the optimizer takes as it takes others, unlike none."""
         for optimizer, _ in self._optimizers:
@@ -209,8 +214,7 @@ class Trainer:
         values = {**batch.values, "weights": weights_T}
         totals: dict[str, float] = {"loss": 0.0, "tokens": 0.0, "entropy": 0.0}
         finite, meter = FiniteCheck(), GapMeter(max(1, len(samples.shard_ids)))
-        for optimizer, _ in self._optimizers:
-            optimizer.zero_grad()
+        self.free_gradients()
         moving = rows[batch.moving_B[rows]]
         if not len(moving):
             self._zero_gradients()

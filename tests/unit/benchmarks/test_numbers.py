@@ -7,8 +7,10 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.producers import rate
+from benchmarks.trainer_kinds import KINDS, REST, by_kind, kind_of, workload
 from benchmarks.trl_speed import mean_reaches_target
 from storage.log.entries import LogEntry
 from tests.builders import a_shard, a_summary
@@ -47,3 +49,23 @@ def test_too_few_steps_are_refused(command: str, message: str) -> None:
     words = [sys.executable, "-m", *f"benchmarks.{command}".split()]
     done = subprocess.run(words, cwd=PROJECT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "--steps" in done.stderr and message in done.stderr, done.stderr
+
+
+def test_the_seconds_of_a_step_are_counted_by_what_they_are_spent_on() -> None:
+    operations = {
+        "aten::mm": "matrix products",
+        "aten::mul": "other arithmetic",  # not a product of matrices, though its name begins alike
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention",
+        "aten::copy_": "copies and casts",
+        "aten::_to_copy": "copies and casts",
+        "aten::exp": "softmax and the like",
+        "aten::_fused_adamw_": "optimizer and norms of gradients",
+        "aten::add_": "other arithmetic",
+        "aten::view": REST,
+    }
+    assert {name: kind_of(name) for name in operations} == operations
+    numbers = by_kind(lambda: torch.ones(300, 300) @ torch.ones(300, 300))
+    assert numbers["matrix products"] > 0 and list(numbers) == [*KINDS, REST]
+    samples = workload(num_groups=16, attempts=2)
+    flat = [len(set(samples.rewards_B[samples.groups_B == group])) == 1 for group in range(16)]
+    assert flat == [True] * 7 + [False] * 9
