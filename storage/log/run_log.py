@@ -47,6 +47,7 @@ class RunLog:
         self._one_at_a_time = threading.RLock()  # a cancelled call leaves its thread behind, which may still fold
         self._is_open = False
         self._segments: list[Segment] = []  # the first entries, packed
+        self._can_pack = True
         self._unwritten: list[Segment] = []  # those of them that the store may lack
         self._num_written = self._num_merged = 0  # entries known to be in segments of the store, and in long ones
         self._documents: list[bytes] = []  # JSON of the entries behind the segments
@@ -134,7 +135,8 @@ class RunLog:
 
     def _open_segments(self) -> None:
         """Start from the segments, as far as they follow one another."""
-        segments, archived, merged, reached = self._segments, 0, 0, -1
+        segments: list[Segment] = []
+        archived, merged, reached = 0, 0, -1
         while reached < archived:
             reached = archived
             for size in reversed(self.segment_sizes):
@@ -148,13 +150,17 @@ class RunLog:
             self.state = RunState(history=History(archive))
             for columns in archive.columns():  # they were checked when they were written
                 self.state.add(columns)
-            self._num_written, self._num_merged = archived, merged
+            self._segments, self._num_written, self._num_merged = segments, archived, merged
 
     def _pack(self) -> None:
         """Hold complete blocks of entries as the segments that they are, or will be, in the store."""
         size, packed = self.segment_sizes[0], self.state.entries - len(self._documents)
-        while len(self._documents) >= size:
-            data = encode_segment(self.entries[packed : packed + size], self._documents[:size], run_id=self.run_id)
+        while len(self._documents) >= size and self._can_pack:
+            try:
+                data = encode_segment(self.entries[packed : packed + size], self._documents[:size], run_id=self.run_id)
+            except ValueError:  # half a surrogate pair, which is no text for Arrow: the entries stay as they are
+                self._can_pack = False
+                break
             segment = held_segment(data, run_id=self.run_id, first=packed, size=size)
             self._segments.append(segment)
             self._unwritten.append(segment)

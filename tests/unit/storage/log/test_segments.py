@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import operator
 from typing import Any
@@ -110,6 +111,23 @@ def test_a_fold_goes_as_soon_as_its_log_does_and_holds_no_more_than_it_must():
         assert folds == 1 and records <= _ENTRIES_UNPACKED + SIZE
     finally:
         gc.enable()
+
+
+def test_entries_that_arrow_does_not_take_stay_as_they_are():
+    log = _run(2)
+    number = log.state.entries
+    document = {
+        "number": number,
+        "kind": "session",
+        "written_at": 1.0,
+        "body": {"id": "half \ud800", "code_version": ""},
+    }
+    log.store.put(f"runs/run/log/{number:020d}.json", json.dumps(document).encode())
+    for reopened in (log, RunLog(log.store, "run")):
+        for name in ("next", "last", "least"):
+            reopened.append(Session(id=name, code_version=""))
+        assert [session.id for session in reopened.state.sessions[1:]] == ["half \ud800", "next", "last", "least"]
+    assert log.entries.num_unpacked == 7
 
 
 @pytest.mark.parametrize("damage", ["truncated", "bit-flipped", "empty", "another place's", "another run's", "missing"])
