@@ -169,6 +169,7 @@ COVERED_BY = {
     "make lint": ".ci/run",
     "make train RUNFILE=examples/smollm2/smollm2.toml": "needs the package with the model, and half an hour: "
     "test_the_reference_reply_wins_every_task",
+    "millrace diff *": "test_the_first_thing_that_differs_is_named",
     "millrace sync *": "test_sync_brings_mlflow_up_to_the_log_or_says_what_it_lacks",
     "make audit-if-reachable": ".ci/run",
     "make quick ARGS=*": f"needs nothing but what `make quick` needs: {_QUICK}",

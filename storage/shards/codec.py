@@ -268,7 +268,7 @@ def _fact_columns(rows: Sequence[_Row], *, sampling: Sampling, is_eval: bool, wo
         "finished_at": [row.trajectory.finished_at for row in rows],
     }
     constants = {"is_eval": is_eval, "worker_id": worker_id}
-    seeds = [row.turns[0].seed for row in rows]
+    seeds = [sampling.seed if (own := row.turns[0].seed) is None else own for row in rows]
     turns = [turn for row in rows for turn in row.turns]
     calls = [call for turn in turns for call in turn.tool_calls]
     turn_column = _structs(
