@@ -40,8 +40,14 @@ FIRST = {"rollouts.production.attempts": ["Player._attempt"], "trainers.replay":
 """When the first call of one of these ends there was the first reply, or the first step of a replay."""
 
 
+_seen: set[str] = set()
+
+
 def note(kind: str, what: str) -> None:
-    """Write an event down."""
+    """Write an event down; of those of kind `first` that have one name, the first."""
+    if kind == "first" and what in _seen:
+        return
+    _seen.add(what)
     event = [os.getpid(), time.time(), time.process_time(), kind, what]
     with open(os.environ[FILE], "a") as file:
         file.write(json.dumps(event) + "\n")

@@ -77,7 +77,9 @@ def measure(arguments: list[str], folder: Path) -> dict[str, Any]:
     (hook / "sitecustomize.py").write_text("from benchmarks.start_trace import install\ninstall()\n")
     path = os.pathsep.join([str(hook), str(ROOT)])
     environment = {**os.environ, FILE: str(trace), "PYTHONPATH": path, "MILLRACE_HOME": str(folder / "home")}
-    started, first, seconds, names = time.time(), None, {}, {}
+    started, first = time.time(), None
+    seconds: dict[int, float] = {}
+    names: dict[int, str] = {}
     with open(folder / "output.txt", "w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "millrace", *arguments], cwd=folder, env=environment, stdout=output, stderr=output
