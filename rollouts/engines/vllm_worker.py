@@ -82,7 +82,9 @@ class ReloadExtension:
         from vllm.platforms import current_platform
 
         model = self.model_runner.get_model()
-        methods = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+        methods: dict[str, Any] = {
+            name: getattr(module, "quant_method", None) for name, module in model.named_modules()
+        }
         experts = [name for name, method in methods.items() if getattr(method, "moe_kernel", None) is not None]
         for name in experts if current_platform.is_cpu() else ():
             methods[name].moe_kernel = None
