@@ -130,7 +130,9 @@ def _trained(base: Path, policy: Path, **settings: Any) -> str:
         take_step(trainer, samples)
         if not settings:
             refuse_unstored(trainer.model.causal_lm, base)
-        digests.append(save_policy(trainer.model, base, policy if number == 0 else policy.with_name("again")))
+        digests.append(
+            save_policy(trainer.model, base, policy if number == 0 else policy.with_name(f"{policy.name}-again"))
+        )
     assert digests[0] == digests[1], "two runs of one step gave other weights"
     whole = policy
     if settings:

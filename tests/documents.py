@@ -220,6 +220,8 @@ COVERED_BY = {
     "python -m benchmarks.bad_clients": f"{_IDLE}; the limits: test_each_limit_has_its_status",
     "python -m benchmarks.producers": f"{_IDLE}; its sums: test_only_attempts_committed_within_the_window_count",
     "python -m benchmarks.rollout_speed": "needs minutes of vLLM on an idle machine",
+    "python -m benchmarks.models": "needs minutes of vLLM; its page: "
+    "test_the_page_is_that_of_the_results_and_every_row_is_exact_or_says_why_not",
     "python -m benchmarks.trl_speed": "needs minutes of vLLM and TRL on an idle machine",
     "python -m benchmarks.trainer_speed": f"{_IDLE}, also for one pair of steps",
     "python -m benchmarks.start_up --timeline": f"{_IDLE}; its timeline: "

@@ -116,9 +116,9 @@ class ReloadExtension:
     def _reload(self, what: str, **source: Any) -> None:
         """Run vLLM's in-place reload, then renew output matrices that share their weight with the embeddings.
 
-        Raises `InvalidInput` if a layer got fewer elements than at the first load, or experts none. vLLM 0.32 only warns of a missing
-        tensor, and says nothing if the tensor is a part of a fused one: the layer would compute with uninitialised
-        memory.
+        Raises `InvalidInput` if a layer got fewer elements than at the first load, or experts none. vLLM 0.32 only
+        warns of a missing tensor, and says nothing if the tensor is a part of a fused one: the layer would compute with
+        uninitialised memory.
 
         On the CPU vLLM multiplies with a packed copy of an output matrix. It packs the tensors of the checkpoint anew,
         but a tied `lm_head` is not among them, so its old copy would stay in use. Experts are packed only where their
@@ -127,7 +127,9 @@ class ReloadExtension:
         from vllm.platforms import current_platform
 
         model = self.model_runner.get_model()
-        methods = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+        methods: dict[str, Any] = {
+            name: getattr(module, "quant_method", None) for name, module in model.named_modules()
+        }
         experts = [name for name, method in methods.items() if getattr(method, "moe_kernel", None) is not None]
         for name in experts if current_platform.is_cpu() else ():
             methods[name].moe_kernel = None

@@ -41,7 +41,7 @@ class Routers:
         self.number = 0  # of layers with a router
         self._is_noting = False
         decoder = decoder_of(causal_lm)
-        recorder = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
+        recorder: Any = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
         names = [] if recorder is None or isinstance(recorder, list) else list(decoder.named_modules())
         for name, module in names:
             if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
@@ -71,7 +71,8 @@ def router_terms(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Balance and router z, means over layers, with gradients; and how many of the tokens under the mask each expert of
     each layer got, by names that `load_metrics` takes."""
-    balance, router_z, counts = [], [], {}
+    balance, router_z = [], []
+    counts: dict[str, float] = {}
     weight_T = weights_T * mask_T
     length_S = layout.lengths_S.to(weight_T.device)
     weight_S = weight_T.new_zeros(len(length_S)).index_add(0, sequences_T, weight_T)

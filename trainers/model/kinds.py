@@ -27,7 +27,7 @@ _NOT_PACKED = {
     "has no decoder layers in a list": (
         "bloom codegen cpmant ctrl falcon gpt2 gpt_bigcode gpt_neo gptj hrm_text mpt opt rwkv xlstm"
     ),
-    "attends by masks of its own": "doge gpt_neox_japanese modernbert-decoder recurrent_gemma",
+    "has attention that a pack cannot take over": "doge gpt_neox_japanese modernbert-decoder recurrent_gemma",
 }
 """Architectures that a trial refuses, by reason."""
 _BY_LENGTH = {"dynamic", "longrope"}

@@ -71,7 +71,7 @@ _REFUSED = [
     ("gpt2", {}, "has no decoder layers in a list"),
     ("deepseek_v32", {}, "has layers of kind 'indexed_attention'"),
     ("deepseek_v4", {}, "has layers of kind 'compressed_sparse_attention'"),
-    ("doge", {}, "attends by masks of its own"),
+    ("doge", {}, "has attention that a pack cannot take over"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "rope_type 'dynamic'"),
 ]
 

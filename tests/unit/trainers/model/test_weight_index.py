@@ -79,7 +79,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _change(f / "config.json", rope_scaling={"type": "dynamic"}),
         "LlamaForCausalLM rotates positions by the longest row.*'dynamic'",
     ),
-    "masks of its own": (lambda f: _change(f / "config.json", model_type="doge"), "DogeForCausalLM attends by masks"),
+    "attention of its own": (
+        lambda f: _change(f / "config.json", model_type="doge"),
+        "DogeForCausalLM has attention that a pack cannot",
+    ),
     "quantised": (
         lambda f: _change(f / "config.json", quantization_config={"quant_method": "fp8"}),
         r"quantised \(fp8\).*bfloat16 or float32, or train adapters",
