@@ -54,7 +54,7 @@ VAGUE_FILES = {"base", "common", "core", "misc"}
 VAGUE_WORDS = {"util", "utils", "helper", "helpers", "manager"}
 MOST_LINES = 430
 MOST_SIBLINGS = 12
-MORE_SIBLINGS = {"tasks": 15, "settings": 15, "benchmarks": 22, "examples/search_agent": 20}
+MORE_SIBLINGS = {"tasks": 15, "settings": 15, "benchmarks": 23, "examples/search_agent": 20}
 """Rooms where splitting would lie. The last two hold programs that nothing imports, side by side."""
 
 
