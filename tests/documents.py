@@ -215,8 +215,6 @@ COVERED_BY = {
     "test_deployment_runs_train_replay_produce_score_tidy_up_and_go_on",
     "ray up *": "needs machines with SSH; test_the_ray_launcher_takes_its_file",
     "ray attach *": "needs the cluster that `ray up` makes",
-    "python -m benchmarks.orchestration --rounds 3000": f"{_IDLE}; its sums: "
-    "test_overhead_is_what_is_neither_generation_nor_reward_nor_training",
     "python -m benchmarks.bad_clients": f"{_IDLE}; the limits: test_each_limit_has_its_status",
     "python -m benchmarks.producers": f"{_IDLE}; its sums: test_only_attempts_committed_within_the_window_count",
     "python -m benchmarks.rollout_speed": "needs minutes of vLLM on an idle machine",

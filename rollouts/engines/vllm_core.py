@@ -116,11 +116,11 @@ def with_cache_size(arguments: dict[str, Any], model: Path) -> dict[str, Any]:
         return arguments
     return {
         **arguments,
-        "kv_cache_memory_bytes": _cache_bytes(arguments, json.loads((model / "config.json").read_text())),
+        "kv_cache_memory_bytes": cache_bytes(arguments, json.loads((model / "config.json").read_text())),
     }
 
 
-def _cache_bytes(arguments: dict[str, Any], config: dict[str, Any]) -> int:
+def cache_bytes(arguments: dict[str, Any], config: dict[str, Any]) -> int:
     """For full attention in every layer, which is the most that a model keeps."""
     config = config.get("text_config", config)
     heads = config.get("num_key_value_heads") or config.get("num_attention_heads")

@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from infra.placement import GpuMemory, gpu_memory
+from rollouts.engines.vllm_core import cache_bytes
 from rollouts.production.engine_choice import num_positions
 from settings.errors import InvalidInput, size
 from settings.run_file import RunConfig
@@ -290,7 +291,9 @@ def _engine(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
         "libraries": _OVERHEAD[kind]["engine"],
     }
     if kind == "CPU":
-        given = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * 2**30
+        arguments = {**vllm, "max_model_len": sizes.longest, "dtype": "float32" if width == 4 else "bfloat16"}
+        shape = {"num_hidden_layers": sizes.layers, "num_key_value_heads": 1, "head_dim": sizes.key_value}
+        given = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "0")) * 2**30 or cache_bytes(arguments, shape)
         held["keys and values"] = float(vllm.get("kv_cache_memory_bytes") or given) / parts
     return Demand(process="engine", parts={name: int(value) for name, value in held.items()})
 
