@@ -162,6 +162,7 @@ def _next_request(listener_fd: int) -> dict[str, Any] | None:
                     for descriptor in descriptors:
                         os.close(descriptor)
                     continue
+                os.setpgid(0, 0)  # when a worker ends, Ray kills the group that it was in
                 for number in range(3):
                     os.dup2(descriptors[number], number)
                     os.close(descriptors[number])
