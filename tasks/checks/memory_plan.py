@@ -46,10 +46,10 @@ _MOST_SEQUENCES, _MOST_BATCHED = 256, 8192
 """vLLM's usual `max_num_seqs` and `max_num_batched_tokens`."""
 _OVERHEAD = {
     "GPU": {"trainer": 0.8 * 2**30, "engine": 1.5 * 2**30, "run": 0.0},
-    "CPU": {"trainer": 0.7 * 2**30, "engine": 1.5 * 2**30, "run": 1.2 * 2**30},
+    "CPU": {"trainer": 0.4 * 2**30, "engine": 1.0 * 2**30, "run": 0.9 * 2**30},
 }
 """Libraries, contexts and graphs of one process, and of driver, Ray, Prefect and MLflow together. Those of CPUs were
-measured with the tiny model; those of GPUs are estimates."""
+measured with the tiny model, whose processes share most of their libraries; those of GPUs are estimates."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -260,7 +260,12 @@ def about_model(config: RunConfig) -> dict[str, Any]:
     if not config.model:
         sizes = {"hidden_size": config.warmup.hidden_size, "num_hidden_layers": config.warmup.num_layers}
         heads = config.warmup.hidden_size // 32
-        return {"max_position_embeddings": TINY_POSITIONS, "num_attention_heads": heads, "dtype": "float32", **sizes}
+        return {
+            "max_position_embeddings": TINY_POSITIONS,
+            "num_attention_heads": heads,
+            "dtype": "float32",
+            "vocab_size": 64,
+        } | sizes
     folder = local_folder(config.model)
     return {} if folder is None else model_config(folder)
 
