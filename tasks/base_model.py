@@ -42,7 +42,7 @@ async def _base_model(session: RunSession, config: RunConfig) -> Policy:
         key = await asyncio.to_thread(store_model, config.model, log.store)
     else:
         what = f"a tiny one from {config.workflow}'s demonstrations, unless the store has it"
-        logger.info("no model given: making %s (about half a minute)", what)
+        logger.info("no model given: making %s (about a minute)", what)
         key = await session.fleet.cluster.run(
             "warmup", "tasks.base_model:make_model", store=log.store.uri, config=config
         )
