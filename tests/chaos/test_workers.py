@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +36,16 @@ def test_a_worker_whose_loop_hangs_ends_the_run_with_a_report(home: Home, base_m
     assert done.returncode == 2
     assert "no progress for" in done.stderr and "0 of 4 groups are ready for step 1" in done.stderr
     assert "rollout-0 does not answer: see the stacks in its log" in done.stderr
+
+
+def _engine_of(worker: psutil.Process) -> list[psutil.Process]:
+    """vLLM's core: no child of the worker, but of a fork server in its process group."""
+    family = []
+    for process in psutil.process_iter(["name"]):
+        with contextlib.suppress(ProcessLookupError):
+            if process.info["name"].startswith("VLLM") and os.getpgid(process.pid) == os.getpgid(worker.pid):
+                family.append(process)
+    return family
 
 
 @pytest.mark.engine
@@ -70,8 +82,7 @@ def test_a_killed_engine_is_replaced_with_its_worker(home: Home, base_model: Pat
     kills = (("rollout-0", runs_requests), ("rollout-1", loads_weights))
     for worker, busy in kills if LONG else kills[:1]:
         home.wait(process, lambda name=worker: name in {s.producer for s in state_of(home, run).shards.values()})  # type: ignore[misc]
-        below = home.process_of(run, worker).children(recursive=True)
-        family = [member for member in below if member.name().startswith("VLLM")]
+        family = _engine_of(home.process_of(run, worker))
         assert family
         stop_while(busy, family)
         before = state_of(home, run)

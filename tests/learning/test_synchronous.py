@@ -9,6 +9,7 @@ after it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import pytest
 from infra.user_code import path_of
 from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.engines.draws import seed_of
 from rollouts.engines.engine import Generation, WeightUpdate
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production import worker as worker_module
@@ -57,7 +59,7 @@ class Sums(Workflow):
 
 
 class _Engine(ScriptedEngine):
-    """Replies, and how long they take, are a function of the weights it serves."""
+    """Replies, and how long they take, are a function of the weights it serves and of the request's seed."""
 
     def __init__(self, tokens: ChatTokens) -> None:
         super().__init__(self._answer, seconds_per_token=0.0005)
@@ -73,8 +75,8 @@ class _Engine(ScriptedEngine):
         await self._open.wait()  # a reply that began ahead of a policy is that policy's
         return await super().generate(*arguments, **options)
 
-    def _answer(self, prompt_ids: list[int], request_id: str) -> list[int]:
-        digest = hashlib.sha256(f"{self.weights}/{request_id}/{prompt_ids}".encode()).digest()
+    def _answer(self, prompt_ids: list[int], draw: str) -> list[int]:
+        digest = hashlib.sha256(f"{self.weights}/{draw}/{prompt_ids}".encode()).digest()
         length = 1 + digest[0] % 6
         return [self._alphabet[digest[1 + n] % len(self._alphabet)] for n in range(length)] + [self._end_id]
 
@@ -99,7 +101,7 @@ async def _plain_loop(log: RunLog, model: Path, scratch: Path) -> str:
                     position=position,
                     epoch=prompt.epoch,
                     n_samples=_ATTEMPTS,
-                    sampling=_SAMPLING,
+                    sampling=dataclasses.replace(_SAMPLING, seed=seed_of(_CONFIG.seed, position, prompt.retry)),
                     is_eval=False,
                 )
             )
