@@ -157,13 +157,13 @@ OPENED: ContextVar[RunSession | None] = ContextVar("opened", default=None)
 async def in_flow_run(opening: contextlib.AbstractAsyncContextManager[RunSession]) -> AsyncIterator[RunSession]:
     """The session of a flow run: the one that a command has opened, and begun to work with, or else `opening`'s."""
     opened = OPENED.get()
-    async with opening if opened is None else contextlib.nullcontext(opened) as session:
-        log_to_prefect()
-        async with cancellable(), session.ending():
-            try:
-                yield session
-            finally:
-                await session.fleet.close()
+    log_to_prefect()
+    own = opening if opened is None else contextlib.nullcontext(opened)
+    async with own as session, cancellable(), session.ending():
+        try:
+            yield session
+        finally:
+            await session.fleet.close()
 
 
 def run_log(*, store: str, run: str, appends: bool = False) -> RunLog:
