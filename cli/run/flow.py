@@ -135,8 +135,9 @@ def _choose_prefect() -> None:
 def imported_early(*, engine: str = "", trains: bool = False) -> contextlib.AbstractContextManager[None]:
     """Begin to import what workers need, in the process that they are forks of; `engine` is its kind, empty for none.
 
-    Not on GPUs, on which forks are untested.
+    Not on GPUs, on which forks are untested. Raises `InvalidInput` for a state folder that cannot be made.
     """
+    make_home()
     from rollouts.engines.vllm_core import FRONT_END, IMPORTED, is_cpu_build
 
     modules = ["trainers.worker"] if trains else []
