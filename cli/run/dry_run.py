@@ -102,7 +102,7 @@ def _memory(config: RunConfig, parameters: int | None) -> dict[str, Any]:
     demands = {demand.process: demand for device in plan for demand in device.demands}
     for name in ("trainer", "engine"):
         for part, held in demands[name].parts.items() if name in demands else ():
-            values[f"{name}_{part.replace(' ', '_')}_bytes"] = held
+            values |= {f"{name}_{part.replace(' ', '_')}_bytes": held} if held else {}
     values["devices"] = {d.name: {"needed": d.needed, "total": d.total, "free": d.free} for d in plan} or None
     return values
 
