@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,8 +55,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Path:
     return folder
 
 
+def _slow_but(fast: set[str]) -> list[Any]:
+    return [pytest.param(wrong, marks=[] if wrong in fast else pytest.mark.slow) for wrong in REFUSED]
+
+
 @pytest.mark.server
-@pytest.mark.parametrize("wrong", REFUSED)
+@pytest.mark.parametrize("wrong", _slow_but({"a key", "no model", "no Prefect", "it is trained"}))
 def test_a_refused_start_prints_its_sentence_and_nothing_else(wrong: str, folder: Path, base_model: Path) -> None:
     words, variables, sentence = REFUSED[wrong]
     given = [word.replace("@", str(folder)) for word in words.split()]
