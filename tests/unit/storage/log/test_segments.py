@@ -100,14 +100,19 @@ def test_a_fold_goes_as_soon_as_its_log_does_and_holds_no_more_than_it_must():
     """Without the garbage collector, which may not come by for hours; a record is 30 times its entry in a segment."""
     store = MemoryStore()
     _run(200, store)
+
+    def alive() -> list[int]:
+        return [sum(isinstance(each, kind) for each in gc.get_objects()) for kind in (RunState, LogEntry)]
+
     gc.collect()
     gc.disable()
     try:
+        of_other_tests = alive()
         for _ in range(3):
             log = RunLog(store, "run")
             log.refresh()
             assert (len(list(log.entries)), log.state.outcomes["0.task0"]) == (602, "trained")
-        folds, records = (sum(isinstance(each, kind) for each in gc.get_objects()) for kind in (RunState, LogEntry))
+        folds, records = (now - before for now, before in zip(alive(), of_other_tests, strict=True))
         assert folds == 1 and records <= _ENTRIES_UNPACKED + SIZE
     finally:
         gc.enable()

@@ -123,8 +123,8 @@ def test_short_sequences_in_bfloat16_have_the_same_output_and_a_more_exact_gradi
     outputs, errors = [], []
     for arithmetic in (1, 2):
         halves = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
-        layout = Layout(lengths, device=_CPU, arithmetic=arithmetic)
-        outputs.append(packed_attention(torch.nn.Module(), *halves, None, scaling=0.3, layout=layout)[0])
+        with in_layout(Layout(lengths, device=_CPU, arithmetic=arithmetic)):
+            outputs.append(packed_attention(torch.nn.Module(), *halves, None, scaling=0.3)[0])
         found = torch.autograd.grad(outputs[-1].double().sin().sum(), halves)
         errors.append([float((a - e).norm() / e.norm()) for a, e in zip(found, expected, strict=True)])
     assert torch.equal(*outputs)
