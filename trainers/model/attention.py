@@ -24,7 +24,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from settings.errors import InvalidInput
 from trainers.model.layout import Batch, current_layout, from_places, to_places
@@ -69,7 +69,7 @@ class Sight:
 def packed_mask(*_: Any, mask_function: Callable[..., Any], local_size: int | None = None, **__: Any) -> Sight | None:
     """What transformers hands to `packed_attention` as its mask: rules about two places in one sequence. Of what stands
     in other sequences the layout takes care."""
-    rules = [rule for rule in _parts(mask_function) if "packed_sequence" not in rule.__qualname__]
+    rules = _parts(mask_function)
     others = [rule for rule in rules if rule.__qualname__ != "causal_mask_function"]
     if not others and rules:
         return None
@@ -248,5 +248,15 @@ def _written_out(
     return torch.cat([checkpoint(block, *each, use_reentrant=False, preserve_rng_state=False) for each in blocks], 2)
 
 
+_find_packed_sequences = masking_utils.find_packed_sequence_indices
+
+
+def _packed_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """transformers looks for them in the positions of every forward pass, and waits for a GPU to do so. A layout has
+    them."""
+    return _find_packed_sequences(position_ids) if current_layout() is None else None
+
+
+masking_utils.find_packed_sequence_indices = _packed_sequences
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 AttentionMaskInterface.register(PACKED_ATTENTION, packed_mask)

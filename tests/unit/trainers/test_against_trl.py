@@ -224,7 +224,7 @@ CASES: dict[str, tuple[Options, Options]] = {
 """TRL's options, and ours beside its preset."""
 
 
-def test_the_preset_is_trls_default_step(theirs: Step, rows: list[Row], plain: Updates) -> None:
+def test_the_preset_is_trls_default_step(theirs: Step, ours: Step, rows: list[Row], plain: Updates) -> None:
     trl = theirs(rows)
     _assert_same(plain, trl)
     # Theirs are shares of all tokens, ours on either side of those that this side may clip.

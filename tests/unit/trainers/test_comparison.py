@@ -40,6 +40,8 @@ def _another(value: Any) -> Any:
             return {**value, "new": np.zeros(1)}
         case bool() | None:
             return not value
+        case int():
+            return value + 1
         case _:
             return [*value, "new"]
 

@@ -42,7 +42,7 @@ _SETTINGS = {"advantage": _GAE, "critic": {"learning_rate": 1e-3, "clip": _CLIP}
 
 def _values(trainer: Trainer, samples: Samples) -> np.ndarray:
     """What the critic says of every sampled token."""
-    values_T = trainer._look(samples).values_T
+    values_T = trainer._look(samples, np.arange(samples.num_rows), {"values"}).values_T
     assert values_T is not None
     return values_T[samples.mask_T]
 
