@@ -39,13 +39,14 @@ def test_a_worker_whose_loop_hangs_ends_the_run_with_a_report(home: Home, base_m
 
 
 def _engine_of(worker: psutil.Process) -> list[psutil.Process]:
-    """vLLM's core: no child of the worker, but of a fork server in its process group."""
-    family = []
-    for process in psutil.process_iter(["name"]):
-        with contextlib.suppress(ProcessLookupError):
-            if process.info["name"].startswith("VLLM") and os.getpgid(process.pid) == os.getpgid(worker.pid):
-                family.append(process)
-    return family
+    """vLLM's core: a child of a fork server in the worker's process group."""
+    parents = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == os.getpgid(worker.pid):
+                parents[process] = process.ppid()
+    servers = {process.pid for process in parents} - {worker.pid}
+    return [process for process, parent in parents.items() if parent in servers]
 
 
 @pytest.mark.engine

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
-from rollouts.engines.vllm_core import _cache_bytes
+from rollouts.engines.vllm_core import cache_bytes
 from rollouts.engines.vllm_engine import TRIES, VllmEngine
 from settings.errors import InvalidInput
 from storage.objects.digests import seal_folder
@@ -385,4 +385,4 @@ def test_the_cache_of_an_engine_on_cpus_has_room_for_all_that_may_run_at_once(
     smollm2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
     smollm2 |= {"torch_dtype": "bfloat16"}
     both = {"text_config": {**smollm2, **config["text_config"]}} if "text_config" in config else {**smollm2, **config}
-    assert _cache_bytes({"max_model_len": 128, **arguments}, both) == mebibytes * 2**20
+    assert cache_bytes({"max_model_len": 128, **arguments}, both) == mebibytes * 2**20
