@@ -33,9 +33,9 @@ PACKED_ATTENTION = "millrace_packed"
 
 _HALF = (torch.bfloat16, torch.float16)
 _SHORT = 256
-"""Below this length torch's flash attention for CPUs in bfloat16 goes backward slower than in float32, conversions
-included: 105 ms of processor time and 34 at [32, 9 heads, 90, 64], 109 and 23 at a length of 40, 64 and 43 at 192, but
-123 and 160 at [8, 16, 256, 128]. Forward it is the fastest there is."""
+"""Below this length torch's flash attention for CPUs in bfloat16 goes backward slower than in float32: 105 ms of
+processor time and 26 at [32, 9 heads, 90, 64], 109 and 15 at a length of 40, conversions apart. At a length of 256 and
+more it is the faster one with them. Forward it is the fastest there is."""
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
