@@ -36,6 +36,7 @@ _HIDDEN = ("ray", "sklearn")
 """What libraries import if it is there, though we use nothing that needs it: vLLM Ray, which is lost in a fork, and
 transformers scikit-learn with pandas, for a second of processor time. Forks can import them."""
 _OPTIONS = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}  # malloc.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LENGTH = struct.Struct("!I")
 _MOST_DESCRIPTORS = 8
 
@@ -95,6 +96,11 @@ def serve() -> None:
     else:
         sys.argv = request["argv"]
         runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the one that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_environment() -> None:
@@ -162,6 +168,7 @@ def _next_request(listener_fd: int) -> dict[str, Any] | None:
                     for descriptor in descriptors:
                         os.close(descriptor)
                     continue
+                end_with_parent()
                 os.setpgid(0, 0)  # when a worker ends, Ray kills the group that it was in
                 for number in range(3):
                     os.dup2(descriptors[number], number)

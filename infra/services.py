@@ -168,7 +168,8 @@ def end_orphaned_servers(home: Path) -> list[int]:
             variables = process.environ()
             ours = variables.get("PREFECT__SERVER_EPHEMERAL") and variables.get("PREFECT_HOME") == str(home / "prefect")
             parent = process.parent() if ours else None
-            if not ours or (parent is not None and "python" in Path(parent.exe()).name):
+            # Only root may ask what the first process runs, and not everywhere.
+            if not ours or (parent is not None and parent.pid != 1 and "python" in Path(parent.exe()).name):
                 continue
             process.terminate()
         except psutil.Error:

@@ -6,7 +6,6 @@ In: the import path of a plain class or function. Out: what its methods return.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import gc
 import inspect
@@ -15,7 +14,6 @@ import logging
 import math
 import os
 import pkgutil
-import signal
 import stat
 import subprocess
 import sys
@@ -25,17 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from infra.environment import turn_telemetry_off
-from infra.forks import adopt_environment
+from infra.forks import adopt_environment, end_with_parent
 from infra.ports import free_port
 from infra.structured_logs import CALL, json_handler, logs_are_json
 from settings.redaction import redact_logs, without_secrets
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STUCK_SECONDS = 120.0
 _COLLECT_AFTER = 100_000  # new objects; Python's default of 700 is a few attempts
 _COLLECT_SECONDS = 60.0  # between two looks at all that is new: what outlives the first look would stay for hours
 _SHARE_OF_TIME = 0.001  # that those looks may take
-_WATCHERS: list[subprocess.Popen[bytes]] = []
 
 
 class Host:
@@ -111,17 +107,19 @@ def _set(environment: dict[str, str]) -> None:
 
 
 def _die_with_parent() -> None:
-    """Kill this process when the raylet dies, and its children when this process dies.
+    """Kill this process when its parent dies, and its process group when this process dies.
 
-    A killed run must leave no worker that holds memory or commits. The kernel signals the raylet's end. The children,
-    such as vLLM's engine, do not notice ours: a shell that waits at a pipe kills them.
+    A killed run must leave no worker that holds memory or commits. The kernel signals the parent's end. What this
+    process starts, such as vLLM's engine, does not notice ours: a shell that waits at a pipe kills it. The shell is no
+    child of this process, because Ray kills the children of a worker that it ends.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    watch = f"cat > /dev/null; kill -9 -{os.getpid()}"
-    watcher = subprocess.Popen(["/bin/sh", "-c", watch], stdin=subprocess.PIPE, start_new_session=True)
-    _WATCHERS.append(watcher)  # kept: without a reference the pipe would close
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    read, _ = os.pipe()  # the other end stays open for as long as this process lives
+    watch = f"exec 3<&0; {{ cat <&3 > /dev/null; kill -9 -{os.getpid()}; }} > /dev/null 2>&1 &"
+    subprocess.run(["/bin/sh", "-c", watch], stdin=read, start_new_session=True, check=True)
+    os.close(read)
+    end_with_parent()
 
 
 def num_written() -> int:
