@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.log.entries import to_json
+from storage.log.history import to_json
 from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import Provenance
 

@@ -16,7 +16,7 @@ from prefect import task
 from infra.environment import code_version
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
-from storage.log.entries import to_json
+from storage.log.history import to_json
 from storage.log.replay_plan import Replay, ReplayedStep, ReplayPlan, plan_replay
 from storage.log.runs import local_config
 from tasks.session import RunSession, run_log

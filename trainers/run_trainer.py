@@ -22,7 +22,8 @@ import torch
 
 from settings.errors import InvalidInput, counted
 from settings.run_file import RunConfig
-from storage.log.entries import Claim, Policy, Step, to_json
+from storage.log.entries import Claim, Policy, Step
+from storage.log.history import to_json
 from storage.log.replay_plan import saved_steps, version_of
 from storage.log.run_log import RunLog
 from storage.log.runs import model_key

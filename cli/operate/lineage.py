@@ -40,7 +40,7 @@ def lineage(
     tracking: TrackingOption = "",
 ) -> None:
     """What made a policy: step, shards, prompts, code. Or which policies a trajectory influenced."""
-    from storage.log.entries import to_json
+    from storage.log.history import to_json
     from storage.retention.retention import reading
     from storage.views.lineage import policy_lineage, prompt_lineage, trajectory_lineage
 

@@ -70,7 +70,7 @@ def sync(run: str, store: StoreOption = "", tracking: TrackingOption = "") -> No
 
 def _announce(log: RunLog, alias: Alias, again: str, *, as_json: bool, tracking: str) -> None:
     """Print the champion and set the alias in MLflow, also if an earlier call could not."""
-    from storage.log.entries import to_json
+    from storage.log.history import to_json
 
     console = open_console(stderr=as_json, soft_wrap=True)
     console.print(escape(f"policy {alias.version} of run {log.run_id} is the champion{again}"))

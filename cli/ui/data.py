@@ -33,7 +33,8 @@ from infra.environment import cache_folder
 from settings.errors import InvalidInput, NotFound, counted, in_one_line, missing_package
 from settings.redaction import without_secrets
 from settings.run_file import leaves
-from storage.log.entries import OUTCOMES, to_json
+from storage.log.entries import OUTCOMES
+from storage.log.history import to_json
 from storage.log.promotion import CHAMPION, failure_of, gap_of, why_not_promote
 from storage.log.run_log import RunLog
 from storage.log.runs import RunLogs, is_training, open_run, outcome, own_scores, run_config

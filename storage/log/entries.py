@@ -4,18 +4,15 @@
     Claim ──one optimizer step──▶ Step ─────┼─▶ LogEntry, one numbered JSON file
     Policy, Evaluation, Alias, Rescore, … ──┘
 
-A new kind is a class here, named in `Entry`, and a `case` in `RunState._change`, and in `conflicts` if it can conflict.
+A new kind is a class here, named in `Entry`, and a `case` in `RunState._change`; and one in `conflicts` if its retry
+can be recognised, or it can contradict the log.
 """
 
 from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
-
-import msgspec
-
-Record = TypeVar("Record")
+from typing import Literal
 
 LATER = {"later": True}
 """Metadata of a field that is written only if it is not empty: entries from before it keep their bytes."""
@@ -111,7 +108,10 @@ class ClaimedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What one optimizer step takes out of the queue: stale is over the bound, failed has too few usable attempts."""
+    """What one optimizer step takes out of the queue: groups by outcome.
+
+    A group is stale over the staleness bound, filtered if a filter rejected it, failed with too few usable attempts.
+    """
 
     step: int
     """From 1."""
@@ -262,7 +262,7 @@ class Retire:
     """Files that retention removes; committed before the first of them is deleted."""
 
     shard_ids: list[str]
-    """Shards whose file is removed, not their summaries. Also files that no entry names, nor ever may."""
+    """Shards whose file is removed; their summaries stay in the log. Also files that no entry names, nor ever may."""
     policy_versions: list[int]
     """Policies whose weights are removed."""
     state_paths: list[str]
@@ -384,20 +384,3 @@ class LogEntry:
     written_at: float
     """Unix seconds on the writer's clock; decides nothing."""
     body: Entry
-
-
-def to_json(record: Any) -> Any:
-    """Plain JSON value of a record; dataclasses become dictionaries, in field order."""
-    return msgspec.to_builtins(record, enc_hook=_plain)
-
-
-def from_json(kind: type[Record], value: Any) -> Record:
-    """A record from its JSON value. Unknown keys are ignored: a newer writer. Missing ones raise `ValueError`."""
-    return msgspec.convert(value, kind, str_keys=True)
-
-
-def _plain(value: Any) -> float:
-    """A NumPy float as Python's."""
-    if isinstance(value, float):
-        return float(value)
-    raise TypeError(f"{value!r} has no place in JSON")

@@ -1,5 +1,5 @@
 """The entries of a log and the records in them: sequences and mappings that unpack one entry when it is asked for; and
-an entry ⇄ its JSON document."""
+an entry ⇄ its JSON document, a record ⇄ its plain JSON value."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from settings.redaction import read_json
-from storage.log.entries import ENTRY_KINDS, Entry, LogEntry, from_json, to_json
+from storage.log.entries import ENTRY_KINDS, Entry, LogEntry
 
 K = TypeVar("K")
 V = TypeVar("V")
+Record = TypeVar("Record")
 
 
 class RecordList(Sequence[V]):
@@ -163,3 +164,20 @@ def decode_entry(document: bytes, *, number: int) -> LogEntry:
     if not (isinstance(written_at, int | float) and abs(written_at) < _LAST_YEAR):
         raise ValueError(f"written_at = {written_at!r} is no time")
     return LogEntry(number=number, kind=kind, written_at=written_at, body=body)
+
+
+def to_json(record: Any) -> Any:
+    """Plain JSON value of a record; dataclasses become dictionaries, in field order."""
+    return msgspec.to_builtins(record, enc_hook=_plain)
+
+
+def from_json(kind: type[Record], value: Any) -> Record:
+    """A record from its JSON value. Unknown keys are ignored: a newer writer. Missing ones raise `ValueError`."""
+    return msgspec.convert(value, kind, str_keys=True)
+
+
+def _plain(value: Any) -> float:
+    """A NumPy float as Python's."""
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"{value!r} has no place in JSON")

@@ -26,7 +26,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from storage.log.entries import Retire, from_json, to_json
+from storage.log.entries import Retire
+from storage.log.history import from_json, to_json
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict
 from storage.log.runs import RunLogs, open_run

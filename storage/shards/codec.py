@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from settings.redaction import well_formed_data
-from storage.log.entries import GroupSummary, to_json
+from storage.log.entries import GroupSummary
+from storage.log.history import to_json
 from storage.records import NOT_SAMPLED, TRAINABLE_STATUSES, RolloutGroup, Sampling, Trajectory, Turn
 from storage.shards.schema import (
     ADAPTERS,

@@ -20,7 +20,8 @@ from typing import Any
 from settings.redaction import without_secrets
 from settings.run_file import leaves
 from settings.tracking import TraceSettings
-from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step, to_json
+from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step
+from storage.log.history import to_json
 from storage.log.run_log import RunLog
 from storage.log.runs import outcome, run_config
 from storage.objects.digests import sha256_of_json

@@ -20,7 +20,8 @@ import pyarrow.fs
 
 from settings.errors import InvalidInput
 from settings.places.state_folder import home
-from storage.log.entries import OUTCOMES, Evaluation, LogEntry, Shard, Step, to_json
+from storage.log.entries import OUTCOMES, Evaluation, LogEntry, Shard, Step
+from storage.log.history import to_json
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
 from storage.views.query_rows import RewardRows, ShardRows

@@ -11,7 +11,8 @@ from rich.console import Console
 from cli.run.eval import print_evaluation
 from flows.evaluate import plan_evaluation
 from settings.run_file import make_config
-from storage.log.entries import Retire, TaskSet, to_json
+from storage.log.entries import Retire, TaskSet
+from storage.log.history import to_json
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore

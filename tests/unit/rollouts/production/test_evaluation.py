@@ -34,7 +34,8 @@ from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
 from settings.evaluation import EvaluationSettings
 from storage.log.claims import next_claim
-from storage.log.entries import Evaluation, from_json, to_json
+from storage.log.entries import Evaluation
+from storage.log.history import from_json, to_json
 from storage.log.promotion import failure_of
 from storage.log.run_log import RunLog
 from storage.records import RolloutGroup, Sampling, Task

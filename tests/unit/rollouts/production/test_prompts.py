@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from rollouts.production.prompts import PromptOrder, epoch_order, task_set
 from settings.errors import InvalidInput
-from storage.log.entries import Evaluation, Session, TaskSet, from_json, to_json
+from storage.log.entries import Evaluation, Session, TaskSet
+from storage.log.history import from_json, to_json
 from storage.log.run_log import RunLog
 from storage.records import Task
 from tests.builders import a_log, a_shard, a_summary

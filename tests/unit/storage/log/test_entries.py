@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from storage.log.entries import ENTRY_KINDS, LATER, Alias, Entry, Pause, Shard, from_json, to_json
-from storage.log.history import decode_entry, encode_entry
+from storage.log.entries import ENTRY_KINDS, LATER, Alias, Entry, Pause, Shard
+from storage.log.history import decode_entry, encode_entry, from_json, to_json
 from tests.builders import MemoryStore, a_log, a_shard, a_step, a_summary
 
 
