@@ -17,8 +17,9 @@ from cli.operate.exporter import exporter
 from cli.operate.housekeeping import gc, rm
 from cli.operate.lineage import lineage
 from cli.operate.promote import promote, rollback, sync
+from cli.operate.runs import runs
 from cli.operate.services import down, up
-from cli.operate.status import runs, status
+from cli.operate.status import status
 from cli.operate.stop import pause, resume, stop
 from cli.run.config import config
 from cli.run.eval import evaluate

@@ -1,8 +1,7 @@
-"""`millrace status` and `runs`: what the logs say, and nothing else: no MLflow, no Prefect, no torch.
+"""`millrace status`: what a run's log says, and nothing else: no MLflow, no Prefect, no torch.
 
-In: a run's log, or a store. Out: a dictionary of plain numbers, or a table of them; a row per run, the one that was
-worked on last first. With `--follow`, the last rounds and the run's table as the log grows: on a terminal one view,
-drawn again every second; elsewhere a status after every change.
+In: a run's log. Out: a dictionary of plain numbers, or a table of them. With `--follow`, the last rounds and the run's
+table as the log grows: on a terminal one view, drawn again every second; elsewhere a status after every change.
 """
 
 from __future__ import annotations
@@ -14,21 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from cli.terminal.arguments import JsonOption, StoreOption, open_named, open_named_store, print_json
+from cli.terminal.arguments import JsonOption, StoreOption, open_named, print_json
 from cli.terminal.console import open_console
-from cli.terminal.formatting import ago, lasted, number, plain_table
+from cli.terminal.formatting import ago, lasted, plain_table
 from settings.errors import InvalidInput, counted, in_one_line
-from settings.places.hints import command
 from settings.redaction import one_line, without_secrets
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
     from storage.log.run_state import RunState
-    from storage.objects.object_store import ObjectStore
 
 SECONDS_BETWEEN_LOOKS = 1.0
 MOST_ROUNDS = 5
@@ -173,6 +169,7 @@ def status_table(status: dict[str, Any], *, one_line_each: bool = False) -> Tabl
 def _facts(status: dict[str, Any]) -> dict[str, str]:
     """What there is to say, by name; empty for what does not deserve a line."""
     known = {key: value for key, value in status.items() if value is not None}
+    steps = counted(status["step"], "step")
     of = f"{status['step']} of {known['target_steps']}" if "target_steps" in known else str(status["step"])
     version = "none yet"
     if "weight_version" in known:
@@ -199,7 +196,7 @@ def _facts(status: dict[str, Any]) -> dict[str, str]:
         "groups": f"{status['submitted']} submitted" + (f" = {groups}" if groups else ""),
         "shards": f"{status['shards']} with {counted(status['trajectories'], 'training row')}, "
         f"{status['quarantined']} quarantined",
-        "memory": f"at most {status['peak_memory_bytes'] / 2**30:.2f} GiB" if status["step"] else "",
+        "memory": f"at most {status['peak_memory_bytes'] / 2**30:.2f} GiB in {steps}" if status["step"] else "",
         "weights": known.get("policy", ""),
         "settings": ", ".join(f"{key} = {_value(value)}" for key, value in status["settings"].items())
         or "all at their defaults",
@@ -319,82 +316,3 @@ def _rounds(log: RunLog, config: dict[str, Any]) -> list[RenderableType]:
         Text(LEGEND, style="dim"),
         rounds_table(state.steps[-MOST_ROUNDS:], own_scores(log, config), wanted=wanted),
     ]
-
-
-def runs(store: StoreOption = "", as_json: JsonOption = False) -> None:
-    """Every run in the store: steps, scores, champion, and whether it is being trained here."""
-    opened, console = open_named_store(store), open_console()
-    listed = list_runs(opened)
-    if as_json:
-        print_json(listed)
-    elif listed:
-        console.print(_runs_table(listed))
-        for run in listed:
-            if text := f"is damaged: {run['damaged']}" if run["damaged"] else run["ended"]:
-                console.print(Text(one_line(f"{run['run']} {text}"), style="yellow"), soft_wrap=True)
-    else:
-        console.print(escape(f"no runs in {opened.uri} yet; `{command('train', 'RUNFILE')}` makes one"), soft_wrap=True)
-
-
-def list_runs(store: ObjectStore) -> list[dict[str, Any]]:
-    """One dictionary of plain values per run; times in seconds since 1970. Of what is damaged, or
-    no run, there is only the reason."""
-    from storage.log.runs import RunLogs
-
-    facts, damaged = RunLogs(store).look(_run_facts)
-    listed = sorted(facts.values(), key=lambda run: run["last_entry_at"] or 0.0, reverse=True)
-    return listed + [{"run": run, "damaged": reason} for run, reason in damaged.items()]
-
-
-def _run_facts(log: RunLog) -> dict[str, Any]:
-    from storage.log.promotion import CHAMPION
-    from storage.log.runs import is_training, own_scores, run_config
-
-    state = log.state
-    config = run_config(log)
-    scores = own_scores(log, config)
-    champion = state.aliases.get(CHAMPION)
-    return {
-        "run": log.run_id,
-        "damaged": None,
-        "workflow": config.get("workflow"),
-        "is_training": is_training(log),
-        "ended": end_sentence(log),
-        "step": state.step,
-        "trajectories": state.num_trajectories,
-        "accuracy_before": scores[0].score if scores else None,
-        "accuracy_after": scores[-1].score if scores else None,
-        "accuracy_tasks": scores[-1].num_tasks if scores else None,
-        "evaluations": len(scores),
-        "champion": champion.version if champion is not None else None,
-        "wall_seconds": round(state.worked_seconds, 1),
-        "last_entry_at": log.entries[-1].written_at if log.entries else None,
-    }
-
-
-def _runs_table(runs: list[dict[str, Any]]) -> Table:
-    names = ["run", "workflow", "", "steps", "attempts", "held-out", "tasks", "champion", "last entry"]
-    rows = []
-    for run in runs:
-        if run["damaged"]:
-            rows.append(dict.fromkeys(names, "-") | {"run": escape(one_line(run["run"])), "": "damaged"})
-            continue
-        scores = [run["accuracy_before"], run["accuracy_after"]][-run["evaluations"] :]
-        cells = (
-            run["run"],
-            run["workflow"] or "-",
-            "training" if run["is_training"] else (run["ended"] or "").partition(" ")[0],
-            str(run["step"]),
-            f"{run['trajectories']:,}",
-            "-" if scores[0] is None else " → ".join(number(score, digits=3) for score in scores),
-            "-" if run["accuracy_tasks"] is None else str(run["accuracy_tasks"]),
-            "-" if run["champion"] is None else str(run["champion"]),
-            "-" if run["last_entry_at"] is None else ago(time.time() - run["last_entry_at"]),
-        )
-        rows.append(dict(zip(names, cells, strict=True)))
-    if all(run.get("champion") is None for run in runs):
-        names.remove("champion")
-    table = plain_table(*names, right=("steps", "attempts", "tasks", "champion"))
-    for row in rows:
-        table.add_row(*(Text(one_line(row[name])) for name in names))
-    return table
