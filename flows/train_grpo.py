@@ -117,6 +117,11 @@ async def start(session: RunSession, config: RunConfig) -> None:
         await start_engines(session, config, provide_base_model, start_rollout_worker)
         if not together:
             starting.create_task(start_trainer(session, config=config))
+    # The libraries stay until the end: the collector need not walk them again and again, while a round waits. After the
+    # second look it no longer counts them: it would look at what is old only once there is a quarter more of it.
+    gc.collect()
+    gc.freeze()
+    gc.collect()
 
 
 async def start_engines(
@@ -130,11 +135,6 @@ async def start_engines(
     workers = session.fleet.first_names(config.rollout.num_workers)
     evaluators = ["evaluator-0"] if config.evaluation.own_engine else []
     checksums = await asyncio.gather(*(launch(session, name=name) for name in (*workers, *evaluators)))
-    # The libraries stay until the end: the collector need not walk them again and again, while a round waits. After the
-    # second look it no longer counts them: it would look at what is old only once there is a quarter more of it.
-    gc.collect()
-    gc.freeze()
-    gc.collect()
     if not session.fleet.workers:
         session.fleet.mark_served(checksums)
         await session.fleet.take_part(workers)

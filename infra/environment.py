@@ -7,9 +7,11 @@ folder; what the user has set is kept. Call `prepare_environment` before importi
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +20,13 @@ from settings.errors import InvalidInput, path_errors
 from settings.places.hints import COMMAND, executable
 from settings.places.state_folder import HOME, HOME_FOUND, find_home, home, sqlite_uri
 from settings.redaction import holds_secret, redact_logs, without_secrets
+
+KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+"""With these, glibc keeps the memory that a step frees for the next step. Returning megabytes to the kernel and getting
+them again, page by page, takes a twentieth of a small step, and more beside busy engines. Blocks above the first, which
+is what it grows to by itself, are mapped, and go back."""
+_MALLOPT = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}
+"""Variable → its number in malloc.h."""
 
 TELEMETRY_OFF = {
     "DO_NOT_TRACK": "1",
@@ -194,3 +203,18 @@ def _exempt_loopback() -> None:
         exempt = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
         hosts = dict.fromkeys(host.strip() for host in [*exempt, "localhost", "127.0.0.1", "::1"])
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, hosts))
+
+
+def adopt_malloc(variables: Mapping[str, str]) -> None:
+    """Let glibc follow variables that it reads only when a process starts. Without glibc nothing is done."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for name, number in _MALLOPT.items():
+        if mallopt is not None and name in variables:
+            mallopt(number, int(variables[name]))
+
+
+def give_back_freed_memory() -> None:
+    """Give the kernel what glibc keeps, where it would fit nothing that comes. Without glibc nothing is done."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

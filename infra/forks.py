@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from infra.environment import adopt_malloc
 from infra.user_code import own_command
 
 SOURCE = "MILLRACE_FORKS_FROM"
@@ -35,7 +36,6 @@ SOURCE = "MILLRACE_FORKS_FROM"
 _HIDDEN = ("ray", "sklearn")
 """What libraries import if it is there, though we use nothing that needs it: vLLM Ray, which is lost in a fork, and
 transformers scikit-learn with pandas, for a second of processor time. Forks can import them."""
-_OPTIONS = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}  # malloc.h
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LENGTH = struct.Struct("!I")
 _MOST_DESCRIPTORS = 8
@@ -88,8 +88,6 @@ def serve() -> None:
     if request["kind"] == "fork server":
         from multiprocessing import forkserver
 
-        for name in _OPTIONS.keys() & os.environ.keys():
-            ctypes.CDLL(None).mallopt(_OPTIONS[name], int(os.environ[name]))
         os.setpgid(0, request["group"])  # ends with it
         listener, alive = request["descriptors"]
         forkserver.main(listener, alive, [])
@@ -105,6 +103,7 @@ def end_with_parent() -> None:
 
 def adopt_environment() -> None:
     """Let libraries follow variables that they have read when they were imported, and draw numbers of their own."""
+    adopt_malloc(os.environ)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     dynamo: Any = sys.modules.get("torch._dynamo.config")

@@ -11,7 +11,6 @@ that is one warning, and nothing of a run waits for it. A follower is added in `
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import logging
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from prefect import task
 
-from infra.environment import tracking_uri
+from infra.environment import give_back_freed_memory, tracking_uri
 from infra.user_code import own_command
 from settings.errors import counted
 from settings.places.hints import command
@@ -128,8 +127,7 @@ class TrackingMirror:
                 self.run_page = self._mlflow.follower.run_page or self.run_page
                 for registration in registrations:
                     log.append(registration)
-            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-                trim(0)  # MLflow's transactions leave holes, which would stay ours
+            give_back_freed_memory()  # MLflow's transactions leave holes
         except Exception:  # whatever it is: a view of the run must not end its training
             logger.exception("MLflow could not be told what is new; the log keeps it for later")
             return 0

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from infra.environment import give_back_freed_memory
 from settings.errors import InvalidInput, counted
 from settings.run_file import RunConfig
 from storage.log.entries import Claim, Policy, Step
@@ -36,7 +37,7 @@ from storage.shards.shards import DamagedShard, read_shard
 from storage.shards.turn_metrics import turn_metrics
 from trainers.checkpoint import load_state, load_weights, save_policy, save_state
 from trainers.data.samples import ARITHMETIC, COLUMNS, Samples, gather_samples
-from trainers.model.distributed import agreed, give_back_freed_memory, num_ranks, on_every_rank, rank
+from trainers.model.distributed import agreed, num_ranks, on_every_rank, rank
 from trainers.model.stored import dtypes_in, refuse_unstored
 from trainers.refusals import refuse_long_rows, refuse_shards, tokenizer_sha256
 from trainers.trainer import Trainer
@@ -190,6 +191,7 @@ class RunTrainer:
             )
             self.trainer.free_gradients()
             if self.policy_bytes >= _LARGE:
+                # Blocks of its steps are of other sizes each time, so what is kept fits the next ones less and less.
                 give_back_freed_memory()
             return {**metrics, **samples.turn_metrics}
         nothing = {"trained_tokens": 0.0, "trained_rows": 0.0, "trained_groups": 0.0}

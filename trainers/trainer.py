@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from infra.environment import KEEPS_FREED_MEMORY, adopt_malloc
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
 from settings.train import TrainSettings
@@ -32,7 +33,7 @@ from trainers.data.staleness import lag_of_tokens, staleness_metrics, tokens_to_
 from trainers.health import MOST_UNLIKELY, FiniteCheck, GapMeter, NonFinite, rows_to_probe
 from trainers.kept_policy import KeptPolicy
 from trainers.model.batches import Pack, Spread, attention_length, packs_of
-from trainers.model.distributed import choose_device, keep_freed_memory, shard, start_process_group, sum_over_ranks
+from trainers.model.distributed import choose_device, shard, start_process_group, sum_over_ranks
 from trainers.model.experts import ROUTER_TERMS, load_metrics, router_terms
 from trainers.model.lora import without_adapters
 from trainers.model.model import PolicyModel, load_model
@@ -64,7 +65,7 @@ class Trainer:
         refuse_options(settings, has_cuda=has_cuda, has_bfloat16=has_cuda and torch.cuda.is_bf16_supported())
         self.device = choose_device(settings.device)
         if self.device.type == "cpu":
-            keep_freed_memory()
+            adopt_malloc(KEEPS_FREED_MEMORY)
         self._mesh = start_process_group(self.device)
         self.model = self._load(folder, settings)
         if (settings.router.balance or settings.router.z) and not self.model.routers.number:

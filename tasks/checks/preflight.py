@@ -24,7 +24,8 @@ from infra.environment import nearest_existing, tracking_uri
 from infra.placement import check_shares, gpus_of, nodes_to_use
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_parser
-from rollouts.production.engine_choice import check_engine_arguments, model_config, num_positions
+from rollouts.engines.model_config import model_config, num_positions
+from rollouts.production.engine_choice import check_engine_arguments
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
 from rollouts.workflow import Workflow, place_of

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rollouts.engines.model_config import stored_dtype
 from settings.run_file import RunConfig
 from storage.policies.policies import LARGEST_DELTA
 from storage.retention.rules import NEWEST_STATES
@@ -39,8 +40,7 @@ def expected_space(config: RunConfig, *, removes: bool) -> Space | None:
     if parameters is None:
         return None
     train, kept, steps = config.train, config.retention, config.steps
-    about = about_model(config) if config.model else {"dtype": "float32"}
-    width = 4 if (about.get("dtype") or about.get("torch_dtype")) == "float32" else 2
+    width = 4 if stored_dtype(about_model(config)) == "float32" else 2
     trained = parameters * (ADAPTER_SHARE if train.lora is not None else 1)
     state = trained * (12 + 4 * (train.ema is not None)) + 12 * parameters * (train.advantage.kind == "gae")
     row = config.sampling.max_tokens * _TOKEN_BYTES + _ROW_BYTES

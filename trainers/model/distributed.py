@@ -10,7 +10,6 @@ A collective waits for every rank: what one rank skips, because it failed or dec
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +27,6 @@ from infra.weight_broadcast import tcp_store
 
 Json = TypeVar("Json")
 """A value that JSON gives back as it was."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 class RankFailed(RuntimeError):
@@ -51,23 +49,6 @@ def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next one: to give megabytes back to the kernel and get them anew, page
-    by page, takes a twentieth of a small step, and more beside busy engines. Without glibc nothing is done."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # what it grows to by itself; larger blocks are mapped, and go back
-        mallopt(_M_TRIM_THRESHOLD, 2**30)
-
-
-def give_back_freed_memory() -> None:
-    """Give the kernel what glibc keeps. Blocks of a large model's steps are of other sizes each time, so what is kept
-    fits the next ones less and less: a trainer of SmolLM2-135M grew by 2.9 GB in 20 steps."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
 
 
 def start_process_group(device: torch.device) -> DeviceMesh:

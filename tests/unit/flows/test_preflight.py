@@ -12,7 +12,8 @@ import pytest
 from cli.operate.doctor import check_sandbox
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
-from rollouts.production.engine_choice import fitted_to_model, model_config, num_positions
+from rollouts.engines.model_config import model_config, num_positions
+from rollouts.production.engine_choice import fitted_to_model
 from rollouts.production.worker import RolloutWorker
 from rollouts.sandbox import sandbox
 from rollouts.workflow import Score, Workflow

@@ -37,6 +37,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
             "SamplingParams": SimpleNamespace,
             "StructuredOutputsParams": SimpleNamespace,
         },
+        "vllm.model_executor.models": {"registry": SimpleNamespace(_run_in_subprocess=None)},
         "vllm.v1.engine": {"utils": SimpleNamespace(get_mp_context=None)},
         "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=FakeVllm)},
     }

@@ -48,7 +48,7 @@ def test_measuring_a_shard_that_the_first_minibatch_does_not_see_trains_nothing_
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 @pytest.mark.parametrize(
     ("first", "is_kept"),
-    [("pass", False), ("from trainers.model.distributed import keep_freed_memory; keep_freed_memory()", True)],
+    [("pass", False), ("from infra.environment import *; adopt_malloc(KEEPS_FREED_MEMORY)", True)],
 )
 def test_what_a_step_frees_is_there_for_the_next_one(first: str, is_kept: bool):
     assert (num_new_pages(first) < 8_000) is is_kept, "of 16,384 pages, those the kernel had to give anew"
