@@ -64,7 +64,10 @@ _FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=\d)\^\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*o\s*\}*\s*$"), r"^\\circ "),
     (re.compile(r"\\lg(?![A-Za-z])"), r"\\log_{10}"),
     (_UNION, lambda match: r" \cup ".join(_interval(match[n], match[n + 1]) for n in (2, 4))),
-    (re.compile(r"^[\s#`*]*(?:\\text\s*\{)?\s*(?:[A-Za-z]+ )*(?<![\\A-Za-z])[A-Za-z]{4,}\s*[:=]\s*\}?"), ""),  # Total: 5
+    (
+        re.compile(r"^[\s#`*]*(?:\\text\s*\{)?\s*(?:[A-Za-z]+ )*(?<![\\A-Za-z])[A-Za-z]{4,}\s*[:=]\s*\}?"),
+        "",  # Total: 5
+    ),
     (re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)"), lambda match: match[0].replace(" ", "")),  # 1 234
     (re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])"), lambda match: match[0].replace(".", "")),  # 1.234.567
     (re.compile(r"(?<![\d/.,])(\d+) (\d+)/(\d+)(?!\d)"), r"(\1+\\frac{\2}{\3})"),  # 2 1/2
