@@ -30,6 +30,7 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import ParsedReply, ToolParser
 from rollouts.chat.tools import ToolUnavailable
 from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.production.attempts import give_threads
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
 from rollouts.workflow import CONTEXT, Workflow, WorkflowContext, WrongWorkflow, as_score, place_of
@@ -262,13 +263,14 @@ async def _attempts(
 ) -> list[_Outcome]:
     """One attempt at each task, all at once."""
     parser = _Parser(config.engine.tool_parser, model=config.model, loads_vllm=loads_vllm)
+    give_threads(len(tasks))
     settings = config.reward
     rewards = RewardPool(num_processes=settings.processes, timeout=settings.timeout, memory_gb=settings.memory_gb)
 
     async def play(split: str, task: Task) -> _Outcome:
         CONTEXT.set(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
         set_reward_pool(rewards)
-        chat, error, reward = _ScriptedChat(task, reply, parser), None, None
+        chat, error, reward = _ScriptedChat(task, reply, parser, config), None, None
         try:
             reward = as_score(await asyncio.wait_for(workflow.run(task, chat), seconds), workflow.run).reward
         except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is the outcome
@@ -294,7 +296,7 @@ class _Unknown(Exception):
 class _ScriptedChat(Chat):
     """A conversation with a policy that says what the workflow expects, as far as it tells."""
 
-    def __init__(self, task: Task, reply: _Replies, parser: ToolParser) -> None:
+    def __init__(self, task: Task, reply: _Replies, parser: ToolParser, config: RunConfig) -> None:
         self._task, self._reply, self._next_reply = task, reply, ""
         self.all_known, self.has_tools = True, False
         tokens = _Characters()
@@ -305,6 +307,7 @@ class _ScriptedChat(Chat):
             max_model_len=2**30,
             request_id=task.id,
             tool_parser=parser,
+            follows_grammars=config.engine.guided_decoding and config.engine.kind == "vllm",
         )
 
     async def complete(self, messages: Sequence[Message], **options: Any) -> Reply:
@@ -324,6 +327,7 @@ class _Characters(ChatTokens):
 
     def __init__(self) -> None:
         self.end_id = sys.maxunicode + 1
+        self.tokenizer = _CharacterTokenizer()
 
     def prompt(self, messages: Sequence[Message], **_: Any) -> list[int]:
         return [ord(character) for message in messages for character in message.content]
@@ -333,6 +337,21 @@ class _Characters(ChatTokens):
 
     def text(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         return "".join(chr(token) for token in token_ids if token != self.end_id)
+
+
+class _CharacterTokenizer:
+    """What the agents' endpoint asks of a tokenizer."""
+
+    all_special_ids = (sys.maxunicode + 1,)
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) for character in text]}
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join(map(chr, ids))
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return chr(token_id)
 
 
 class _Parser(ToolParser):
@@ -351,6 +370,11 @@ class _Parser(ToolParser):
             raise _Unknown
         async with self._one_at_a_time:  # the first one imports vLLM
             return await super().parse(text, tools)
+
+    async def _parser(self, tools: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
+        if not self._loads_vllm:
+            raise _Unknown
+        return await super()._parser(tools)
 
     def _load(self, tools: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
         if not self._model:

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from infra.user_code import load_object
 from rollouts.chat.chat_tokens import ChatTokens
 from settings.errors import InvalidInput
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
-from tasks.checks.preflight import check_run
+from tasks.checks.preflight import check_run, load_tasks
+from tasks.checks.trial import check_references
 from tests.builders import a_config
 from tests.unit.rollouts.chat.template_families import byte_tokenizer, tokenizer_of
 
@@ -281,3 +283,49 @@ print("vllm" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+_AGENT = """
+import asyncio, threading
+from openai import OpenAI
+
+class Agent(AgentWorkflow):
+    all_at_once = threading.Barrier(12)
+
+    def tasks(self, split):
+        return [Task(id=f"{split}-{n}", prompt="7?", answer="7") for n in range(6)]
+
+    async def run_agent(self, task, *, base_url, api_key):
+        def play():
+            self.all_at_once.wait(20)
+            with OpenAI(base_url=base_url, api_key=api_key) as client:
+                options = {"tools": [TOOL], "tool_choice": "required"} if FORCED else {"logprobs": True}
+                made = client.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": task.prompt}], **options
+                ).choices[0]
+            if FORCED:
+                [call] = made.message.tool_calls
+                return float(call.function.name == "answer")
+            assert made.logprobs.content[0].token == "<"
+            return float(made.message.content == task.answer)
+        return await asyncio.to_thread(play)
+
+    def reference_reply(self, task, messages):
+        call = '<tool_call>\\n{"name": "answer", "arguments": {}}\\n</tool_call>'
+        return call if FORCED else f"<think>7?</think>{task.answer}"
+
+TOOL = {"type": "function", "function": {"name": "answer", "parameters": {"type": "object", "properties": {}}}}
+"""
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("forced", [False, True])
+def test_an_agent_that_blocks_a_thread_is_tried_through_the_endpoint_as_a_run_plays_it(
+    tmp_path: Path, forced: bool
+) -> None:
+    """All twelve attempts at once, with thoughts, log-probabilities or forced calls; it hung with four of them."""
+    file = tmp_path / "mine.py"
+    file.write_text(f"from millrace import AgentWorkflow, Task\nFORCED = {forced}\n{_AGENT}")
+    config = a_config(workflow=f"{file}:Agent", guided_decoding=forced, tool_parser="hermes", attempt_timeout=60.0)
+    workflow = load_object(config.workflow)(None)
+    assert check_references(workflow, load_tasks(workflow, config), config, num_tasks=6) == 12
