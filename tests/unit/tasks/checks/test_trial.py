@@ -46,12 +46,30 @@ def _check(folder: Path, methods: str, **settings: Any) -> None:
     check_run(a_config(**{"workflow": f"{file}:Mine", "store": str(folder / "store"), "batch_size": 3, **settings}))
 
 
+_ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1\n"
+
+
 @pytest.mark.parametrize(
     "methods, kind, sentence",
     [
         ("x = 1", InvalidInput, r"has no run\(\); write it"),
         ("def run(self, task, chat):\n    return 1", InvalidInput, r"write `async def run`, at .*mine\.py:14"),
         ("async def run(self, task, chat):\n    return (1, 2)", Exception, r"Mine.run returned tuple.*mine\.py:14"),
+        (
+            _ASKS + "def accept(self, group):\n    return group.rewards",
+            InvalidInput,
+            r"AttributeError: 'RolloutGroup' object has no attribute 'rewards'\n  at .*mine\.py:18",
+        ),
+        (
+            _ASKS + "def accept(self, group):\n    pass",
+            Exception,
+            r"accept returned None.*mine\.py:17",
+        ),
+        (
+            _ASKS + "async def score_group(self, task, attempts):\n    return [1.0]",
+            Exception,
+            r"score_group returned 1 scores for 2 attempts; return one Score each. It is at .*mine\.py:17",
+        ),
         ("async def run(self, task):\n    return 1", InvalidInput, r"takes 2 positional arguments but 3 .*mine\.py:14"),
         (
             "async def run(self, task, chat):\n    return Score(reward='1')",
