@@ -195,7 +195,7 @@ class Player:
             status, error = "engine_error", without_secrets(str(exception))
         except ToolUnavailable as exception:
             status, error = "tool_error", failure_text(exception, str(exception))
-        except Exception as exception:  # noqa: BLE001 - user code may raise anything; recorded, counted, never reward 0
+        except (Exception, SystemExit) as exception:  # noqa: BLE001 - user code may raise anything; recorded, counted, never reward 0
             status, error = "env_error", failure_text(exception)
         generate_seconds = sum(turn.generate_seconds for turn in chat.turns)
         return Trajectory(

@@ -20,6 +20,7 @@ import logging
 import re
 import sys
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -116,7 +117,9 @@ def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: 
     """
     first = _first(tasks, _PLAYED)
     played = _attempts(workflow, first, config, _known_replies(workflow), seconds=_SECONDS, loads_vllm=False)
-    outcomes = _in_own_loop(played)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # the error says it
+        outcomes = _in_own_loop(played)
     for (split, task), outcome in zip(first, outcomes, strict=True):
         error = outcome.error
         if error is None or isinstance(error, Unknown):  # what calls tools is left to `check_references`
@@ -127,6 +130,10 @@ def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: 
             with errors_of_users(what, _users_method(workflow)):
                 raise error
         logger.warning("task %r of split %r, tried with a made-up reply: %s", task.id, split, failure_text(error))
+    if outcomes and all(outcome.error is None and not outcome.num_turns for outcome in outcomes):
+        method = _users_method(workflow)
+        what = f"{method.__qualname__} asked the policy nothing in {len(outcomes)} attempts that were tried"
+        raise InvalidInput(f"{what}, so nothing can be trained; `await chat.ask(…)` does. It is at {place_of(method)}")
     if outcomes and all(outcome.error is None and outcome.reward is None for outcome in outcomes):
         why = "None means not applicable, as NaN does: such attempts enter no mean and are not trained"
         logger.warning("the reward of all %d attempts that were tried is None; %s", len(outcomes), why)
@@ -284,11 +291,16 @@ async def _attempts(
     async def play(split: str, task: Task) -> _Outcome:
         CONTEXT.set(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
         set_reward_pool(rewards)
-        chat, error, reward = ScriptedChat(task, reply, parser, config), None, None
+        chat, reward = ScriptedChat(task, reply, parser, config), None
+        error: Exception | None = None
         try:
-            score = as_score(await asyncio.wait_for(workflow.run(task, chat), seconds), workflow.run)
+            async with asyncio.timeout(seconds):
+                score = as_score(await workflow.run(task, chat), workflow.run)
             reward = score.reward
             await _group(workflow, task, chat, score)
+        except SystemExit as raised:
+            what = f"{workflow.run.__qualname__} ended with SystemExit({raised.code!r})"
+            error = WrongWorkflow(f"{what}; raise another error, or return a score. It is at {place_of(workflow.run)}")
         except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is the outcome
             error = raised
         told = functools.partial(_Outcome, is_known=chat.all_known, num_turns=len(chat.turns), has_tools=chat.has_tools)

@@ -70,6 +70,27 @@ _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1
             Exception,
             r"score_group returned 1 scores for 2 attempts; return one Score each. It is at .*mine\.py:17",
         ),
+        (_ASKS.replace("return 1", "exit(3)"), Exception, r"Mine.run ended with SystemExit\(3\); .*mine\.py:14"),
+        (
+            "async def run(self, task, chat):\n    return score(len, await chat.ask('p'))",
+            Exception,
+            r"returned what was not awaited: write `await` before score\(…\). It is at .*mine\.py:14",
+        ),
+        (
+            "async def run(self, task, chat):\n    return await score(lambda r: 1, await chat.ask('p'))",
+            InvalidInput,
+            "<lambda> cannot be found by another process: a reward is a function of a module",
+        ),
+        (
+            "async def run(self, task, chat):\n    return float(await chat.ask('p', tools=[print]) == '7')",
+            InvalidInput,
+            "tools: print is neither a function decorated with @tool nor a schema",
+        ),
+        (
+            "async def run(self, task, chat):\n    return float(chat.ask('p') == '7')",
+            InvalidInput,
+            r"Mine.run asked the policy nothing in 4 attempts .*; `await chat.ask\(…\)` does. It is at .*mine\.py:14",
+        ),
         ("async def run(self, task):\n    return 1", InvalidInput, r"takes 2 positional arguments but 3 .*mine\.py:14"),
         (
             "async def run(self, task, chat):\n    return Score(reward='1')",
@@ -193,7 +214,7 @@ def test_what_run_raises_is_a_sentence_with_the_users_line(tmp_path: Path, body:
 
 @pytest.mark.parametrize("body", ["return 1", "return True", "return await score(exact, '7', task.answer)"])
 def test_a_number_and_a_score_are_both_fine(tmp_path: Path, body: str) -> None:
-    _check(tmp_path, f"async def run(self, task, chat):\n    from millrace import exact, score\n    {body}")
+    _check(tmp_path, _ASKS.replace("return 1", f"from millrace import exact, score\n    {body}"))
 
 
 def test_an_error_that_another_reply_might_not_cause_is_a_warning(
@@ -234,14 +255,14 @@ def test_a_setting_that_nothing_takes_is_refused(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(InvalidInput, match=sentence):
-        _check(tmp_path, "async def run(self, task, chat):\n    return 1", **settings)
+        _check(tmp_path, _ASKS, **settings)
 
 
 def test_of_a_run_that_exists_the_same_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     create_run(LocalStore(tmp_path / "store"), "mine", {"seed": 0})
     late = {"batch_size": 7, "tracking": "http://127.0.0.1:9", "run": "mine"}
     with caplog.at_level(logging.WARNING, "millrace.preflight"):
-        _check(tmp_path, "async def run(self, task, chat):\n    return 1", **late)
+        _check(tmp_path, _ASKS, **late)
     assert "up to 3 times" in caplog.text and "run mine goes on, and its log keeps everything for later" in caplog.text
 
 
