@@ -33,7 +33,6 @@ from infra.user_code import own_command, path_of
 from rollouts.reward_values import as_number
 from rollouts.rewards.reward_shaping import weighted_sum
 from rollouts.workflow import Score, owe
-from settings.errors import InvalidInput
 
 _LONGEST_REPLY = 2**24  # bytes
 _COLLECT_SECONDS = 5.0
@@ -118,8 +117,8 @@ class RewardPool:
         """
         name, request_id = path_of(reward), next(self._request_ids)
         if "<" in name.rpartition(":")[2]:
-            what = f"{name.rpartition(':')[2]} cannot be found by another process"
-            raise InvalidInput(f"{what}: a reward is a function of a module, not a lambda or a function in a function")
+            what = "a reward is a function of a module, which another process finds, not one in a function, or a lambda"
+            raise RewardFailed(f"{name}: InvalidInput: {what}")
         is_built_in = name.startswith(("rollouts.rewards.answers:", "rollouts.rewards.code_reward:"))
         request = {"id": request_id, "function": name, "arguments": arguments}
         line = json.dumps(request, default=_refuse).encode() + b"\n"

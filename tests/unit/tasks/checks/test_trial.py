@@ -79,7 +79,7 @@ _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1
         (
             "async def run(self, task, chat):\n    return await score(lambda r: 1, await chat.ask('p'))",
             InvalidInput,
-            "<lambda> cannot be found by another process: a reward is a function of a module",
+            "<lambda>: InvalidInput: a reward is a function of a module, which another process finds",
         ),
         (
             "async def run(self, task, chat):\n    return float(await chat.ask('p', tools=[print]) == '7')",
