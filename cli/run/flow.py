@@ -192,7 +192,9 @@ async def _awaited(flow: Awaitable[Result], console: Console, on_interrupt: Call
     task, interrupted = asyncio.ensure_future(flow), threading.Event()
 
     def stop() -> None:
-        """First Ctrl-C: cancel, with a deadline; the in-process API got the signal too and may never answer again."""
+        """First Ctrl-C or SIGTERM: cancel, with a deadline; Prefect's server may have got it too and answer no more."""
+        if interrupted.is_set():
+            return
         interrupted.set()
         on_interrupt()
         console.print("stopping; the same command continues from the run's log")
@@ -203,7 +205,8 @@ async def _awaited(flow: Awaitable[Result], console: Console, on_interrupt: Call
 
     loop = asyncio.get_running_loop()
     if threading.current_thread() is threading.main_thread():  # in a notebook's thread there are no signals
-        loop.add_signal_handler(signal.SIGINT, stop)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)  # of the flow's SIGTERM: tasks/prefect/own_flow_run.py
     try:
         result = await task
     except BaseException as error:
