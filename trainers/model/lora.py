@@ -27,7 +27,7 @@ from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE, seal_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from trainers.model.distributed import copy_into, full
 from trainers.model.kinds import decoder_of
-from trainers.model.stored import as_stored, stored_dtypes, write_weights
+from trainers.model.stored import stored_dtypes, write_weights
 from trainers.model.weight_index import INDEX_FILE
 
 _SAVED_PREFIX = "base_model.model."  # peft's name of the model around the model
@@ -154,6 +154,6 @@ def merge_adapter(base_folder: Path, adapter_folder: Path, folder: Path) -> str:
     model = AutoModelForCausalLM.from_pretrained(str(base_folder), dtype=torch.float32)
     merged = PeftModel.from_pretrained(model, str(adapter_folder)).merge_and_unload(safe_merge=True)
     shutil.copytree(base_folder, folder, ignore=shutil.ignore_patterns(DIGEST_FILE, "*.safetensors", INDEX_FILE))
-    weights = as_stored(merged, dict(merged.named_parameters()))
-    write_weights(weights, base_folder, folder / WEIGHTS_FILE, dtypes=stored_dtypes(base_folder))
+    dtypes = stored_dtypes(base_folder)
+    write_weights(merged, dict(merged.named_parameters()), base_folder, folder / WEIGHTS_FILE, dtypes=dtypes)
     return seal_folder(folder)
