@@ -13,19 +13,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rollouts.chat.chat_tokens import ChatTokens
+import pytest
+
+from rollouts.engines.batch_probe import check_batches
 from rollouts.engines.engine import Generation
 from rollouts.engines.vllm_engine import VllmEngine
+from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_json
 from storage.records import Sampling
-from tests.engine.policies import a_policy
 
 LIMITS: dict[str, dict[str, Any]] = {
     "wide": {"max_num_seqs": 64, "enable_prefix_caching": True, "block_size": 32},
     "narrow": {"max_num_seqs": 5, "enable_prefix_caching": False, "max_num_batched_tokens": 48, "block_size": 64},
 }
 REPLIES = 40
-NEW = 50
+NEW = 60
+"""Most tokens of a reply; the model has learnt nothing, and ends one in about sixteen."""
 
 
 class Asked:
@@ -51,7 +54,7 @@ async def bits_belong_to_their_token(asked: Asked, folder: Path) -> str:
     """In any batch, in any order, alone, and in a reply that is computed anew in its middle."""
     order = list(range(REPLIES))
     together = await asked.replies(order)
-    assert sum(len(token_ids) for token_ids, _ in together.values()) > REPLIES * NEW / 2
+    assert sum(len(token_ids) for token_ids, _ in together.values()) > 8 * REPLIES
     random.Random(1).shuffle(order)
     assert await asked.replies(order) == together, "another order"
     for number in order[:6]:
@@ -65,8 +68,24 @@ async def bits_belong_to_their_token(asked: Asked, folder: Path) -> str:
     return sha256_of_json([together[number] for number in range(REPLIES)])
 
 
-async def check(base: Path, scratch: Path, limits: str) -> None:
-    folder = a_policy(base, scratch / f"policy-{limits}", end_id=ChatTokens.load(base).end_id, seed=1)
+async def the_probe_names_a_layer_of_an_engine_left_alone(base: Path) -> None:
+    """On a machine whose products and attention are faithful by themselves this would have to be another check."""
+    arguments = {"dtype": os.environ["DTYPE"], "enforce_eager": True, **LIMITS["wide"]}
+    engine = VllmEngine(max_model_len=256, seed=0, update_mode="keep", clear_cache_on_reload=True, arguments=arguments)
+    try:
+        await engine.start(base, 0)
+        with pytest.raises(
+            InvalidInput, match=r"does not hold on this machine: model\.layers\.\d.* computes other bits"
+        ):
+            await check_batches(engine.generate, engine._layers_of, max_model_len=256)
+    finally:
+        await engine.stop()
+    print("all checks passed")
+
+
+async def check(base: Path, limits: str) -> None:
+    if limits == "none":
+        return await the_probe_names_a_layer_of_an_engine_left_alone(base)
     engine = VllmEngine(
         max_model_len=256,
         seed=0,
@@ -76,8 +95,8 @@ async def check(base: Path, scratch: Path, limits: str) -> None:
         arguments={"dtype": os.environ["DTYPE"], **LIMITS[limits]},
     )
     try:
-        await engine.start(folder, 0)
-        digest = await bits_belong_to_their_token(Asked(engine), folder)
+        await engine.start(base, 0)
+        digest = await bits_belong_to_their_token(Asked(engine), base)
     finally:
         await engine.stop()
     print("all checks passed")
@@ -85,4 +104,4 @@ async def check(base: Path, scratch: Path, limits: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(check(Path(sys.argv[1]), Path(sys.argv[2]), os.environ["LIMITS"]))
+    asyncio.run(check(Path(sys.argv[1]), os.environ["LIMITS"]))

@@ -71,6 +71,12 @@ def test_bits_do_not_depend_on_the_batch_of_a_reproducible_engine(tmp_path: Path
     assert wide == _run_checks("check_reproducible", base, tmp_path, DTYPE=dtype, LIMITS="narrow")
 
 
+@pytest.mark.slow
+def test_the_probe_names_a_layer_of_an_engine_left_alone(tmp_path: Path) -> None:
+    base = a_base_model(tmp_path / "base", hidden_size=256)
+    _run_checks("check_reproducible", base, tmp_path, DTYPE="float32", LIMITS="none")
+
+
 def test_a_reproducible_run_has_the_same_policies_under_another_load(home: Home, tmp_path: Path) -> None:
     base = a_base_model(tmp_path / "base", hidden_size=128)
     arguments = ["train", str(ARITHMETIC), "reproducible=true", "max_staleness=0", f"model={base}", "steps=3"]
