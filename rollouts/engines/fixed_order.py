@@ -6,7 +6,7 @@ In: the model runner of a vLLM worker, before its first request. Out: its layers
     attention         vLLM divides a sequence's keys over threads by the load of the batch, and takes other tiles of
                       keys for more queries ─▶ no division, and a prompt as requests of a few tokens each
     activations       torch divides the elements of a tensor over threads wherever they are many enough, and computes
-                      what is left beside whole vector registers by another formula ─▶ one thread
+                      what is left beside whole vector registers by another formula ─▶ few rows at a time
 
 What this leaves out, such as experts that share a product over the rows of a batch, `batch_probe` finds and names.
 """
@@ -23,6 +23,8 @@ from settings.errors import InvalidInput
 
 BLOCKS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Row counts of a matrix product that are tried, ascending."""
+_UNDIVIDED = 32768
+"""Elements from which torch divides an operation over threads (`at::internal::GRAIN_SIZE`)."""
 _TILE_ROWS = {"amx": 32}
 """Query rows that vLLM's attention computes at once, by instruction set; 8 by the others."""
 
@@ -150,17 +152,16 @@ def in_tiles(common: Any, tile: int) -> Any:
     )
 
 
-def _on_one_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_one_thread(activate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """An activation of rows, a few at a time: so few elements torch does not divide over threads."""
     import torch
 
-    @functools.wraps(function)
-    def fixed(*arguments: Any) -> Any:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return function(*arguments)
-        finally:
-            torch.set_num_threads(threads)
+    @functools.wraps(activate)
+    def fixed(x_MN: Any) -> Any:
+        rows = max(1, (_UNDIVIDED - 1) // x_MN.shape[-1])
+        if len(x_MN) <= rows:
+            return activate(x_MN)
+        return torch.cat([activate(part) for part in x_MN.split(rows)])
 
     return fixed
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from settings.errors import InvalidInput
+from settings.run_file import RunConfig, Settings
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
 from tasks.checks import reproducible
@@ -78,6 +80,12 @@ def test_a_task_with_a_generator_of_its_own_passes_and_the_global_ones_go_on_whe
     before = random.getstate()
     _check(tmp_path, run, reproducible=True)
     assert random.getstate() == before
+
+
+def test_the_flow_takes_every_key_that_is_in_no_table() -> None:
+    from flows.train_grpo import train_grpo
+
+    assert set(RunConfig.model_fields) - set(Settings.model_fields) <= set(inspect.signature(train_grpo.fn).parameters)
 
 
 def test_a_producer_elsewhere_is_refused(tmp_path: Path) -> None:
