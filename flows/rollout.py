@@ -17,6 +17,7 @@ from prefect import flow
 
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig, make_config
+from tasks.checks.reproducible import check_producer
 from tasks.producers import follow, look_up_run, producer_name, wait_for_policy
 from tasks.rollout import produce, start_rollout_worker
 from tasks.session import in_flow_run, producing_session
@@ -59,4 +60,6 @@ def plan_rollouts(*, run: str, store: str, name: str, shards: int, patience: flo
     producer_name(name)
     if shards < 0 or patience <= 0:
         raise InvalidInput(f"shards = {shards} must not be negative, and patience = {patience:g} s be more than 0")
-    return make_config(look_up_run(store=store, run=run), source=f"producing for run {run}")
+    config = make_config(look_up_run(store=store, run=run), source=f"producing for run {run}")
+    check_producer(config)
+    return config

@@ -51,6 +51,7 @@ async def train_grpo(
     max_staleness: float = 0,
     learning_rate: float = 1e-6,
     seed: int = 0,
+    reproducible: bool = False,
     settings: Settings = Settings(),  # noqa: B008 - Prefect shows the default in the form
     adopt_tasks: bool = False,
 ) -> dict[str, Any]:
@@ -69,6 +70,7 @@ async def train_grpo(
         max_staleness: How many weight updates a trained token may be behind. 0 is synchronous training.
         learning_rate: Peak learning rate of AdamW.
         seed: Seeds prompt order, sampling, mini-batches and the base model made here.
+        reproducible: The run is a function of its settings: log-probabilities do not depend on what else is in a batch.
         settings: Everything else, one block per part.
         adopt_tasks: Go on although the tasks are other than before, with those to train on from a new epoch.
     """
@@ -77,7 +79,7 @@ async def train_grpo(
         **dict(workflow=workflow, run=run, store=store, model=model, dataset=dataset),
         "tracking": tracking if isinstance(tracking, str) else tracking.model_dump(),
         **dict(steps=steps, batch_size=batch_size, n_samples=n_samples, max_staleness=max_staleness),
-        **dict(learning_rate=learning_rate, seed=seed),
+        **dict(learning_rate=learning_rate, seed=seed, reproducible=reproducible),
     }
     config = make_config(absolute_paths(document, Path.cwd()), source="flow parameters")
     tasks = (CHECKED.get() or check_run(config, adopt_tasks=adopt_tasks)).tasks

@@ -89,6 +89,9 @@ class RunConfig(Settings):
     """Peak learning rate of AdamW."""
     seed: int = Field(default=0, ge=0)
     """Seeds prompt order, sampling, mini-batches and the base model made here."""
+    reproducible: bool = False
+    """The run is a function of this file on this machine: log-probabilities do not depend on what else is in a batch.
+    Costs some of the engine's speed; what cannot hold is refused with its name."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

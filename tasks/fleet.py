@@ -91,6 +91,8 @@ class Fleet:
         self._first: list[str] = []
         self._has_workers = asyncio.Event()
         self._replacements_left = REPLACEMENTS
+        self._proofs: dict[str, str] = {}
+        """Checksum of weights → `Engine.proof` under them."""
         self._lookout = Lookout(log)
         self._failures = Failures()
 
@@ -115,6 +117,7 @@ class Fleet:
         """Load a policy, the live one by default, into a new worker's engine; returns the checksum of its weights.
 
         Empty if the engine serves an older policy because the live one is damaged. It produces once it joins.
+        Raises `InvalidInput` if the run is to be reproducible and this engine computes other bits than another one.
         """
         path, num_gpus = "rollouts.production.worker:RolloutWorker", self.cluster.gpus_per_engine
         self.hosted[name] = hosted = await self.cluster.host(name, path, num_gpus=num_gpus)
@@ -130,7 +133,15 @@ class Fleet:
         logger.info("starting the inference engine of %s%s", name, on)
         paths = {"store_uri": self.log.store.uri, "cache": str(cache_folder())}
         facts = {"name": name, "code_version": code_version(), "outside": self._outside, "version": version}
-        return str(await hosted.call("open", self.config, **paths, **facts))
+        checksum = str(await hosted.call("open", self.config, **paths, **facts))
+        if self.config.reproducible and checksum:
+            proof = str(await hosted.call("proof"))
+            if self._proofs.setdefault(checksum, proof) != proof:
+                raise InvalidInput(
+                    f"reproducible = true: the engine of {name} computes other bits than the one before it, from the "
+                    "same weights; use nodes with one kind of processor"
+                )
+        return checksum
 
     def _weights_bytes(self) -> int:
         files = self.log.store.walk(self.log.state.policies[0].path)

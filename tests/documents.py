@@ -217,6 +217,8 @@ COVERED_BY = {
     "ray attach *": "needs the cluster that `ray up` makes",
     "python -m benchmarks.bad_clients": f"{_IDLE}; the limits: test_each_limit_has_its_status",
     "python -m benchmarks.producers": f"{_IDLE}; its sums: test_only_attempts_committed_within_the_window_count",
+    "python -m benchmarks.reproducible": "needs minutes of vLLM on an idle machine; that bits are equal: "
+    "test_bits_do_not_depend_on_the_batch_of_a_reproducible_engine",
     "python -m benchmarks.rollout_speed": "needs minutes of vLLM on an idle machine",
     "python -m benchmarks.models": "needs minutes of vLLM; its page: "
     "test_the_page_is_that_of_the_results_and_every_row_is_exact_or_says_why_not",

@@ -14,6 +14,7 @@ import functools
 import json
 import logging
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,6 +57,9 @@ class RunTrainer:
         the run began with. Raises `storage.objects.digests.DigestMismatch` if its folder is altered, and
         `ValueError` for a model that cannot be trained or written."""
         torch.manual_seed(config.seed)
+        if config.reproducible and torch.cuda.is_available():  # a kernel without a fixed order raises instead
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         self.log = log
         self.config = config
         self.cache = cache

@@ -94,6 +94,10 @@ Until = Callable[[list[int]], int]
 class Engine(Protocol):
     """An engine that serves one policy version at a time and can change it while requests are running."""
 
+    proof: str
+    """A digest of what a reproducible engine computed from a few prompts at its start: equal bits have an equal
+    digest. Empty for any other engine."""
+
     async def start(self, folder: Path, version: int, *, stop_ids: Sequence[int] = ()) -> str:
         """Load a policy folder (HF layout) and begin to serve; returns the checksum of the weights.
 

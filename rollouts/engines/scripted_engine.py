@@ -26,6 +26,8 @@ Reply = Callable[[list[int], str], list[int]]
 class ScriptedEngine:
     """Replies token by token. Every token has the logprob −ln(`num_choices`)."""
 
+    proof = ""
+
     def __init__(self, reply: Reply, *, num_choices: int = 10, seconds_per_token: float = 0.0) -> None:
         self._reply = reply
         self._logprob = -math.log(num_choices)

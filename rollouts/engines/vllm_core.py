@@ -104,6 +104,17 @@ def in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "distributed_executor_backend": "mp"}
 
 
+def in_every_batch() -> dict[str, Any]:
+    """vLLM's arguments with which a token has the same bits in every batch; sets the environment of its core.
+
+    On CPUs the workers see to it (`fixed_order`), and compiled code would not know of it.
+    """
+    if is_cpu_build():
+        return {"enforce_eager": True}
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    return {}
+
+
 def with_cache_size(arguments: dict[str, Any], model: Path) -> dict[str, Any]:
     """vLLM's arguments, on CPUs with as much memory for keys and values as all sequences that may run at once can fill,
     from 64 MiB to 1 GiB: vLLM takes what it is given at the start. Unless the user has said how much."""

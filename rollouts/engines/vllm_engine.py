@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from infra.weight_broadcast import Broadcast
+from rollouts.engines.batch_probe import check_batches
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, Until, UpdateMode, WeightUpdate
-from rollouts.engines.vllm_core import CoreStart, in_processes_of_its_own, with_cache_size
+from rollouts.engines.vllm_core import CoreStart, in_every_batch, in_processes_of_its_own, with_cache_size
 from rollouts.engines.vllm_lora import adapter_arguments, check_applied, slot_request
 from rollouts.engines.vllm_requests import Draws, end_token_ids, sampling_parameters, with_draws
 from rollouts.engines.vllm_worker import results
@@ -74,16 +75,20 @@ class VllmEngine:
         base_folder: Path | None = None,
         ends_process: bool = False,
         guided_decoding: bool = False,
+        reproducible: bool = False,
     ) -> None:
         """With `lora_rank` above 0 the engine serves adapters of at most that rank on the weights in `base_folder`.
 
         With `ends_process` this process ends at once if vLLM's core dies, and the driver starts another: requests that
         failed with the core must not count as failed attempts.
+        If `reproducible`, log-probabilities do not depend on the batch, or `start` raises `InvalidInput`.
         `arguments` go to vLLM as they are. Raises `InvalidInput` for a rank that vLLM cannot serve.
         """
         assert (lora_rank > 0) == (base_folder is not None)
         self._base_folder = base_folder
         self._ends_process = ends_process
+        self._reproducible = reproducible
+        self.proof = ""
         self._arguments = {
             "max_model_len": max_model_len,
             "seed": seed,
@@ -94,6 +99,7 @@ class VllmEngine:
             "worker_extension_cls": "rollouts.engines.vllm_worker.ReloadExtension",
             **(adapter_arguments(lora_rank) if lora_rank else {}),
             **arguments,
+            **(in_every_batch() if reproducible else {}),
         }
         if self._arguments.get("enforce_eager"):
             # Otherwise the sampler has one compiled function: the first replies would wait for the compiler, and so
@@ -148,7 +154,12 @@ class VllmEngine:
             await check_applied(self.llm)
         else:
             self._checksums[self._served.digest] = await self._read_checksum()
+        if self._reproducible:
+            results(await self.llm.collective_rpc("fix_order"))
         checksum = await self._install(self._served)  # reloads the same weights: the checksum must not change
+        if self._reproducible:
+            longest = self._arguments["max_model_len"]
+            self.proof = await check_batches(self.generate, self._layers_of, max_model_len=longest)
         self.llm.output_handler.add_done_callback(lambda _: self._end_with_core())
         return checksum
 
@@ -363,6 +374,11 @@ class VllmEngine:
         if adapted:
             self._adapters[weights.version] = weights.digest
         return sha256_of_json([await self._read_checksum(), [slot for _, slot in digests]])
+
+    async def _layers_of(self, request_id: str) -> list[tuple[int, str, str]]:
+        """What the first worker has computed for a request, see `LayerWatch`."""
+        layers: list[tuple[int, str, str]] = results(await self.llm.collective_rpc("layers_of", args=(request_id,)))[0]
+        return layers
 
     async def _read_checksum(self) -> str:
         """One digest over the per-tensor checksums of every vLLM worker."""

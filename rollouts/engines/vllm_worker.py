@@ -19,6 +19,7 @@ import numpy as np
 from infra.weight_broadcast import Broadcast, receive
 from rollouts.engines.draws import DRAW, nth_seeds
 from rollouts.engines.engine import EngineError
+from rollouts.engines.fixed_order import LayerWatch, fix_order
 from rollouts.engines.vllm_requests import Draws
 from settings.errors import InvalidInput
 
@@ -97,6 +98,21 @@ class ReloadExtension:
         # Counted by what is computed in this step: also right after a preemption, and when outputs come a step later.
         tokens_R = runner.optimistic_seq_lens_cpu.numpy()[rows] - batch.num_prompt_tokens[rows]
         return rows, nth_seeds(draws_R[:, 0], draws_R[:, 1] + tokens_R)
+
+    @answering
+    def fix_order(self) -> None:
+        """Let log-probabilities not depend on the batch; on GPUs vLLM's batch-invariant mode has done so already."""
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            fix_order(self.model_runner)
+
+    @answering
+    def layers_of(self, request_id: str) -> list[tuple[int, str, str]]:
+        """What `LayerWatch` has noted for a request. The first call begins to watch, which is slow and does not end."""
+        if not hasattr(self, "_watch"):
+            self._watch = LayerWatch(self.model_runner)
+        return self._watch.of_request(request_id)
 
     @answering
     def reload_policy(self, folder: str) -> None:

@@ -90,8 +90,11 @@ def make_engine(
     *,
     seed: int,
     lora_rank: int = 0,
+    reproducible: bool = False,
 ) -> Engine:
-    """The engine a run file asks for; with `lora_rank` it serves adapters of `model`."""
+    """The engine a run file asks for; with `lora_rank` it serves adapters of `model`.
+
+    If `reproducible`, a token has the same log-probability in every batch."""
     match settings.kind:
         case "vllm":
             from rollouts.engines.vllm_engine import VllmEngine
@@ -108,6 +111,7 @@ def make_engine(
                 base_folder=model if lora_rank else None,
                 ends_process=True,
                 guided_decoding=settings.guided_decoding,
+                reproducible=reproducible,
             )
         case "scripted":
             from rollouts.engines.scripted_engine import ScriptedEngine, random_reply

@@ -129,7 +129,8 @@ class RolloutWorker:
         workflow: Workflow = load_object(config.workflow)(config.dataset or None)
         lora_rank = 0 if lora is None else lora.rank
         # Before transformers is imported here: vLLM's core imports it beside us.
-        engine = make_engine(config.engine, model, seed=config.seed, lora_rank=lora_rank)
+        exact = config.reproducible
+        engine = make_engine(config.engine, model, seed=config.seed, lora_rank=lora_rank, reproducible=exact)
         tokens = ChatTokens.load(model, settings=config.engine.chat_template_kwargs)
         checksum = await engine.start(folder, policy.version, stop_ids=tokens.turn_ends)
         served.engine, served.version = engine, policy.version
@@ -207,6 +208,10 @@ class RolloutWorker:
         """See `Executor.wait_for_stragglers`; what has finished is committed."""
         if await self._executor.wait_for_stragglers(version):
             await self._commit_groups(self._executor.hand_out(), seconds=0.0)
+
+    def proof(self) -> str:
+        """See `Engine.proof`."""
+        return self.player.engine.proof
 
     def progress(self) -> int:
         return self._executor.num_finished

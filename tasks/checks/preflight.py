@@ -42,7 +42,9 @@ from storage.objects.opening import open_store, probe
 from storage.records import Task
 from storage.tracking.trackers import check_trackers
 from tasks.checks.memory_plan import check_memory
-from tasks.checks.trial import check_tasks, errors_of_users, play_tasks
+from tasks.checks.playing import errors_of_users
+from tasks.checks.reproducible import check_settings
+from tasks.checks.trial import check_repeats, check_tasks, play_tasks
 from trainers.model.fetch import local_folder, own_folder
 from trainers.model.kinds import team_refusal
 from trainers.model.weight_index import check_model_folder
@@ -91,6 +93,8 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     check_lengths(config)
     check_engine_arguments(config.engine.vllm)
     check_devices(config)
+    if config.reproducible:
+        check_settings(config, on_gpus=config.train.device != "cpu" and bool(gpus_of(nodes_to_use())))
     if config.train.reference.model:
         check_model(config.train.reference.model)
     if isinstance(loss := config.train.loss, CustomLoss):
@@ -113,6 +117,8 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
             raise
         logger.warning("%s; run %s goes on, and its log keeps everything for later", error, config.run)
     play_tasks(loaded, tasks, config)
+    if config.reproducible:
+        check_repeats(loaded, tasks, config)
     if config.dataset and type(loaded).__init__ is Workflow.__init__ and not loaded.dataset_was_read:
         raise InvalidInput(
             f"dataset = {config.dataset!r}: {config.workflow} never reads it; use self.dataset in tasks(), or leave "

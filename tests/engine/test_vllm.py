@@ -26,8 +26,9 @@ def _aliases(log: RunLog) -> list[Alias]:
     return [entry.body for entry in log.entries if isinstance(entry.body, Alias)]
 
 
-def _run_checks(module: str, base: Path, scratch: Path, **environment: str) -> None:
-    """Run a module of checks with a base model and a folder to write in, and see that all of them passed.
+def _run_checks(module: str, base: Path, scratch: Path, **environment: str) -> str:
+    """Run a module of checks with a base model and a folder to write in, and see that all of them passed; returns the
+    last line of what it says.
 
     vLLM starts child processes by re-importing `__main__`, so it gets a process that is not pytest.
     """
@@ -42,6 +43,7 @@ def _run_checks(module: str, base: Path, scratch: Path, **environment: str) -> N
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "all checks passed" in done.stdout
+    return done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("module", ["check_engine", "check_lora"])
@@ -60,6 +62,31 @@ def test_an_engine_that_schedules_and_samples_as_on_a_gpu(base_model: Path, tmp_
 def test_an_engine_of_two_parts_in_a_process_of_its_own(tmp_path: Path) -> None:
     base = a_base_model(tmp_path / "base", hidden_size=64)  # two heads: each part has one
     _run_checks("check_parallel", base, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_bits_do_not_depend_on_the_batch_of_a_reproducible_engine(tmp_path: Path, dtype: str) -> None:
+    base = a_base_model(tmp_path / "base", hidden_size=256)  # wide enough for vLLM's own products to differ
+    wide = _run_checks("check_reproducible", base, tmp_path, DTYPE=dtype, LIMITS="wide")
+    assert wide == _run_checks("check_reproducible", base, tmp_path, DTYPE=dtype, LIMITS="narrow")
+
+
+@pytest.mark.slow
+def test_the_probe_names_a_layer_of_an_engine_left_alone(tmp_path: Path) -> None:
+    base = a_base_model(tmp_path / "base", hidden_size=256)
+    _run_checks("check_reproducible", base, tmp_path, DTYPE="float32", LIMITS="none")
+
+
+def test_a_reproducible_run_has_the_same_policies_under_another_load(home: Home, tmp_path: Path) -> None:
+    base = a_base_model(tmp_path / "base", hidden_size=128)
+    arguments = ["train", str(ARITHMETIC), "reproducible=true", "max_staleness=0", f"model={base}", "steps=3"]
+    arguments += ["batch_size=8", "evaluation.num_tasks=16", "evaluation.every=3"]
+    home.run(*arguments)
+    home.run(*arguments, "run=again", "rollout.max_concurrent=3", "engine.vllm.enable_prefix_caching=false")
+    once, again = (RunLog(LocalStore(home.path / "store"), run).refresh() for run in ("arithmetic", "again"))
+    assert [step.policy.weights_sha256 for step in once.steps] == [step.policy.weights_sha256 for step in again.steps]
+    assert once.evaluations[-1].score == again.evaluations[-1].score
+    assert home.status("again")["reproducible"] == "all 3 of 3 steps"
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 from infra.cluster import WorkerDied
 from infra.environment import code_version
 from rollouts.engines.engine import WeightUpdate
+from settings.errors import InvalidInput
 from settings.evaluation import EvaluationSettings
 from settings.train import TrainSettings
 from storage.log.entries import Evaluation, Join, Lease, Policy
@@ -232,6 +233,7 @@ class _Cluster:
         self.gpus_per_engine = self.gpus_per_worker = num_gpus
         self.environments: list[dict[str, str]] = []
         self.opened: list[dict[str, Any]] = []
+        self.proofs: list[str] = []
 
     async def host(self, *_: Any, **__: Any) -> _Cluster:
         return self
@@ -242,6 +244,8 @@ class _Cluster:
         self.environments.append(environment)
 
     async def call(self, method: str, *_: Any, **arguments: Any) -> str:
+        if method == "proof":
+            return self.proofs.pop(0)
         assert method == "open"
         self.opened.append(arguments)
         return "sum"
@@ -267,6 +271,16 @@ def test_engines_on_cpus_divide_the_threads_and_name_the_code_of_their_own_machi
     assert cluster.environments == ([{"OMP_NUM_THREADS": threads}] if threads else [])
     assert fleet.hosted == {"rollout-0": cluster}
     assert cluster.opened[0]["code_version"] == code_version() != fleet.log.state.sessions[-1].code_version
+
+
+def test_engines_of_a_reproducible_run_must_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    cluster: Any = _Cluster(1)
+    cluster.proofs = ["one", "one", "two"]
+    fleet = Fleet(a_log(), cluster, config=a_config(reproducible=True), num_engines=3)
+    assert [asyncio.run(fleet.start(f"rollout-{number}")) for number in (0, 1)] == ["sum", "sum"]
+    with pytest.raises(InvalidInput, match="the engine of rollout-2 computes other bits than the one before it"):
+        asyncio.run(fleet.start("rollout-2"))
 
 
 @pytest.mark.parametrize(("num_threads", "environments"), [(0, []), (1, [{"OMP_NUM_THREADS": "1"}])])

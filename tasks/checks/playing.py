@@ -1,0 +1,172 @@
+"""Attempts at a workflow's tasks on a scripted engine, in seconds and without a model.
+
+    task, the replies that its workflow knows ─▶ `run` ─▶ turns, reward or error
+
+In: a workflow, some of its tasks, and what the policy says. Out: how each went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from rollouts.chat.chat import Chat
+from rollouts.production.attempts import give_threads
+from rollouts.rewards.scoring import RewardPool, set_reward_pool
+from rollouts.workflow import CONTEXT, Score, Workflow, WorkflowContext, WrongWorkflow, as_score, place_of
+from settings.errors import InvalidInput, UserError, failure_text, has_users_frames, in_one_line
+from settings.run_file import RunConfig
+from storage.records import Message, RolloutGroup, Task, Trajectory
+from tasks.checks.scripted_chat import Replies, ScriptedChat, TrialParser
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one task went."""
+
+    reward: float | None
+    error: Exception | None
+    is_known: bool
+    """Every reply was the workflow's own: its reference, or one of its demonstrations."""
+    turns: list[tuple[list[int], list[int]]]
+    """What was asked and answered, as token ids."""
+    has_tools: bool
+
+
+@contextlib.contextmanager
+def errors_of_users(what: str, function: Callable[..., object] | None = None) -> Iterator[None]:
+    """Raise `InvalidInput`, beginning with `what`, for an error of code that the user wrote, with its file and line.
+
+    Without a frame of the user's, as for wrong arguments, the place is that of `function`.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        text = failure_text(error)
+        innermost = traceback.extract_tb(error.__traceback__)[-1].name
+        if isinstance(error, NotImplementedError) and not has_users_frames(error):
+            text = f"there is no {innermost}(); write it"
+        elif function is not None and not has_users_frames(error):
+            text = f"{in_one_line(text).rpartition(' at ')[0]}; it is at {place_of(function)}"
+        raise InvalidInput(f"{what}: {text}") from error
+
+
+def first_tasks(tasks: Mapping[str, Sequence[Task]], count: int) -> list[tuple[str, Task]]:
+    return [(split, task) for split, members in tasks.items() for task in members[:count]]
+
+
+def known_replies(workflow: Workflow) -> Replies:
+    """The reference where there is one, else the reply of the demonstration that asks the same."""
+    demonstrated: dict[str, str] = {}
+    if type(workflow).demonstrations is not Workflow.demonstrations:
+        with errors_of_users("demonstrations(200, seed=0), which returns lists of Message", workflow.demonstrations):
+            for chat in workflow.demonstrations(200, seed=0):
+                asked = [message.content for message in chat if message.role == "user"]
+                replies = [message.content for message in chat if message.role == "assistant"]
+                if asked and replies:
+                    demonstrated.setdefault(asked[0], replies[0])
+
+    def reply(task: Task, messages: Sequence[Message]) -> str | None:
+        reference = workflow.reference_reply(task, messages)
+        if not isinstance(reference, str | None):
+            what = f"reference_reply returned {type(reference).__name__}, not text"
+            raise WrongWorkflow(f"{what}, at {place_of(workflow.reference_reply)}")
+        return demonstrated.get(messages[-1].content) if reference is None else reference
+
+    return reply
+
+
+def users_method(workflow: Workflow) -> Callable[..., object]:
+    """The method that plays: `run`, or what a workflow of ours leaves to the user."""
+    own = [getattr(workflow, name, None) for name in ("run_agent", "command", "run")]
+    is_users = [method for method in own if method and not method.__module__.startswith("rollouts.")]
+    return is_users[0] if is_users else workflow.run
+
+
+def attempts_at(
+    tasks: Sequence[tuple[str, Task]],
+    workflow: Workflow,
+    config: RunConfig,
+    reply: Replies,
+    *,
+    seconds: float,
+    loads_vllm: bool = False,
+) -> list[Outcome]:
+    """One attempt at each task, all at once, in an event loop of a thread: a flow calls this inside another loop."""
+    attempts = _attempts(workflow, tasks, config, reply, seconds=seconds, loads_vllm=loads_vllm)
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # the error says it
+        return thread.submit(asyncio.run, attempts).result()
+
+
+async def _group(workflow: Workflow, task: Task, chat: Chat, score: Score) -> None:
+    """Give two attempts like this one to `score_group` and `accept`. Raises what these raise, and `WrongWorkflow`."""
+    attempt = Trajectory(
+        attempt=0, turns=chat.turns, messages=chat.recorded, status="ok", reward=score.reward, reward_parts=score.parts
+    )
+    if not attempt.usable:
+        return
+    attempts = [attempt, dataclasses.replace(attempt, attempt=1)]
+    scores = await workflow.score_group(task, attempts)
+    if scores is not None and len([as_score(each, workflow.score_group) for each in scores]) != len(attempts):
+        what = f"score_group returned {len(scores)} scores for {len(attempts)} attempts; return one Score each"
+        raise WrongWorkflow(f"{what}. It is at {place_of(workflow.score_group)}")
+    group = RolloutGroup(id=task.id, task=task, position=0, epoch=0, expected=len(attempts), trajectories=attempts)
+    if (accepted := workflow.accept(group)) is None:
+        raise WrongWorkflow(f"accept returned None; return True or False. It is at {place_of(workflow.accept)}")
+    bool(accepted)
+
+
+async def _attempts(
+    workflow: Workflow,
+    tasks: Sequence[tuple[str, Task]],
+    config: RunConfig,
+    reply: Replies,
+    *,
+    seconds: float,
+    loads_vllm: bool,
+) -> list[Outcome]:
+    """One attempt at each task, all at once."""
+    parser = TrialParser(config.engine.tool_parser, model=config.model, loads_vllm=loads_vllm)
+    give_threads(len(tasks))
+    settings = config.reward
+    rewards = RewardPool(num_processes=settings.processes, timeout=settings.timeout, memory_gb=settings.memory_gb)
+
+    async def play(split: str, task: Task) -> Outcome:
+        CONTEXT.set(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
+        set_reward_pool(rewards)
+        chat, reward = ScriptedChat(task, reply, parser, config), None
+        error: Exception | None = None
+        try:
+            async with asyncio.timeout(seconds):
+                score = as_score(await workflow.run(task, chat), workflow.run)
+            reward = score.reward
+            await _group(workflow, task, chat, score)
+        except SystemExit as raised:
+            what = f"{workflow.run.__qualname__} ended with SystemExit({raised.code!r})"
+            error = WrongWorkflow(f"{what}; raise another error, or return a score. It is at {place_of(workflow.run)}")
+        except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is the outcome
+            error = raised
+        turns = [(turn.context_ids, turn.sampled_ids) for turn in chat.turns]
+        told = functools.partial(Outcome, is_known=chat.all_known, turns=turns, has_tools=chat.has_tools)
+        return told(reward=reward, error=error)
+
+    async with rewards:
+        try:
+            return await asyncio.gather(*(play(split, task) for split, task in tasks))
+        finally:
+            await workflow.close()
+            if "rollouts.endpoint.agent_endpoint" in sys.modules:  # what was not imported was not started
+                from rollouts.endpoint.agent_endpoint import close_agent_endpoint
+
+                await close_agent_endpoint()

@@ -1,0 +1,63 @@
+"""An engine whose numbers depend on the batch is refused, with the layer that differs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rollouts.engines.batch_probe import check_batches, first_difference
+from rollouts.engines.engine import Generation
+from settings.errors import InvalidInput
+
+
+class _Engine:
+    """Its log-probabilities grow by `slope` with every other request, and by `seam` in a reply that is continued."""
+
+    def __init__(self, *, slope: float = 0.0, seam: float = 0.0) -> None:
+        self.slope, self.seam = slope, seam
+        self.running = 0
+        self.lengths: list[int] = []
+
+    async def generate(self, prompt_ids: list[int], *, sampling: Any, request_id: str) -> Generation:
+        self.running += 1
+        await asyncio.sleep(0)
+        beside, count = self.running - 1, sampling.max_tokens
+        await asyncio.sleep(0)
+        self.running -= 1
+        self.lengths.append(len(prompt_ids) + count)
+        logprob = -1 - self.slope * beside - self.seam * (count < 12)
+        return Generation(
+            token_ids=[5] * count, logprobs=[logprob] * count, weight_versions=[0] * count, finish_reason="length"
+        )
+
+    async def layers_of(self, request_id: str) -> list[tuple[int, str, str]]:
+        other = "a" if "alone" in request_id else "b"
+        return [(0, "embed", "x"), (0, "fc", "x"), (1, "embed", "x"), (1, "fc", other), (1, "head", other)]
+
+
+def _check(engine: _Engine, max_model_len: int = 256) -> None:
+    asyncio.run(check_batches(engine.generate, engine.layers_of, max_model_len=max_model_len))
+
+
+@pytest.mark.parametrize("max_model_len", [16, 64, 256])
+def test_an_engine_that_computes_the_same_bits_passes_at_any_length(max_model_len: int) -> None:
+    engine = _Engine()
+    _check(engine, max_model_len)
+    assert max(engine.lengths) < max_model_len
+
+
+@pytest.mark.parametrize("fault", [{"slope": 1e-7}, {"seam": 1e-7}])
+def test_one_bit_that_depends_on_the_batch_is_refused_by_the_name_of_its_layer(fault: dict[str, float]) -> None:
+    with pytest.raises(InvalidInput, match="does not hold on this machine: fc computes other bits"):
+        _check(_Engine(**fault))
+
+
+def test_the_first_difference_is_by_position_and_then_by_layer() -> None:
+    one = [(4, "a", "1"), (4, "b", "1"), (5, "a", "1"), (5, "b", "1")]
+    assert first_difference(one, one) == "the sampler"
+    assert first_difference(one, [(5, "a", "2"), (4, "a", "1"), (4, "b", "2")]) == "b"
+    assert first_difference(one[:2], [(7, "a", "2"), (4, "b", "2")]) == "b", (
+        "what only one of them computed says nothing"
+    )
