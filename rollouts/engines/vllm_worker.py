@@ -126,6 +126,8 @@ class ReloadExtension:
         """
         from vllm.platforms import current_platform
 
+        from rollouts.engines.vllm_copies import CopiesAreLoads
+
         model = self.model_runner.get_model()
         methods: dict[str, Any] = {
             name: getattr(module, "quant_method", None) for name, module in model.named_modules()
@@ -148,7 +150,8 @@ class ReloadExtension:
 
         model.load_weights = load_and_check
         try:
-            self.model_runner.reload_weights(**source)
+            with CopiesAreLoads(model):
+                self.model_runner.reload_weights(**source)
         except BaseException:
             self._end_reload(model)
             raise

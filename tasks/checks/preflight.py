@@ -24,7 +24,6 @@ from infra.environment import nearest_existing, tracking_uri
 from infra.placement import check_shares, gpus_of, nodes_to_use
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_parser
-from rollouts.engines.model_config import model_config, num_positions
 from rollouts.production.engine_choice import check_engine_arguments
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
@@ -39,6 +38,7 @@ from settings.warmup import TINY_POSITIONS
 from storage.log.runs import check_run_id, open_run
 from storage.objects.hub import check_on_hub
 from storage.objects.opening import open_store, probe
+from storage.policies.model_config import model_config, num_positions
 from storage.records import Task
 from storage.tracking.trackers import check_trackers
 from tasks.checks.memory_plan import check_memory

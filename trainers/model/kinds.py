@@ -28,10 +28,13 @@ _NOT_PACKED = {
         "bloom codegen cpmant ctrl falcon gpt2 gpt_bigcode gpt_neo gptj hrm_text mpt opt rwkv xlstm"
     ),
     "has attention that a pack cannot take over": "doge gpt_neox_japanese modernbert-decoder recurrent_gemma",
+    "has layers that choose the tokens they attend to, or compress them": (
+        "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 inkling_text qwen4_exp qwen4_exp_text"
+    ),
 }
-"""Architectures that a trial refuses, by reason."""
-_BY_LENGTH = {"dynamic", "longrope"}
-"""Kinds of rotary embedding that depend on the longest row."""
+"""Architectures that a trial refuses, by reason: a `config.json` need not say what its layers are."""
+_BY_LENGTH = {"dynamic"}
+"""Kinds of rotary embedding that depend on the longest row. Of `longrope` see `num_positions`."""
 _WITHOUT_CONVOLUTION = ("LightningAttention",)
 """Ends of names of classes that keep a state; others have a convolution over tokens among their parts."""
 

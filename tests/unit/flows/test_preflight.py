@@ -12,7 +12,6 @@ import pytest
 from cli.operate.doctor import check_sandbox
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
-from rollouts.engines.model_config import model_config, num_positions
 from rollouts.production.engine_choice import fitted_to_model
 from rollouts.production.worker import RolloutWorker
 from rollouts.sandbox import sandbox
@@ -22,6 +21,7 @@ from settings.run_file import RunConfig, load_run_file
 from storage.log.entries import Session, TaskSet
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore, StoreError
+from storage.policies.model_config import model_config, num_positions
 from storage.records import Message, Task
 from tasks.checks import preflight, trial
 from tests.builders import a_config
