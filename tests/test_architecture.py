@@ -36,6 +36,7 @@ MAY_USE_ANY_LIBRARY = ("cli", "benchmarks")  # the command talks to Prefect's cl
 LIBRARY_EXCEPTIONS = {
     ("rollouts/chat/chat_tokens.py", "transformers"),  # the tokenizer is half of the model; loaded lazily
     ("infra/weight_broadcast.py", "torch"),  # both ends of one wire: a trainer, and vLLM's workers; loaded lazily
+    ("rollouts/engines/vllm_repairs.py", "torch"),  # as the next one
     ("rollouts/engines/vllm_worker.py", "torch"),  # it runs inside vLLM's worker; loaded lazily
     ("trainers/data/samples.py", "pyarrow"),  # a table straight into arrays, without a copy through Python lists
     # The search agent's retrieval server and program are programs of their own, which no process of a run imports.

@@ -93,6 +93,9 @@ class AdapterExtension(ReloadExtension):
         """
         from vllm.lora.request import LoRARequest
 
+        from rollouts.engines.vllm_repairs import rotate_by_heads
+
+        rotate_by_heads(self.model_runner.get_model())
         manager = self.model_runner.lora_manager
         if not folder:
             manager.remove_adapter(_SLOT_ID)

@@ -126,9 +126,10 @@ class ReloadExtension:
         """
         from vllm.platforms import current_platform
 
-        from rollouts.engines.vllm_copies import CopiesAreLoads
+        from rollouts.engines.vllm_repairs import CopiesAreLoads, rotate_by_heads
 
         model = self.model_runner.get_model()
+        rotate_by_heads(model)
         methods: dict[str, Any] = {
             name: getattr(module, "quant_method", None) for name, module in model.named_modules()
         }

@@ -1,13 +1,14 @@
-"""Weights that a model of vLLM copies by itself, as gpt-oss its experts and sinks: reloaded in place like all others.
+"""What vLLM 0.32 computes wrongly for some models without an error, mended in its workers.
 
-In: a model whose weights are being reloaded. Out: each copy into one of its parameters, as a call of a weight loader.
+    weights that a model copies by itself, as gpt-oss its experts and sinks ─▶ reloaded in place like all others
+    positions of queries with an axis of heads, on CPUs (LFM2, DeepSeek)    ─▶ rotated head by head
 
-vLLM 0.32 reloads layer by layer: parameters are on no device until the last of their layer has come, and what has come
-is noted by their weight loaders. A copy without one goes nowhere, and the old weights stay, without an error.
+In: a worker's model. Out: the same, or a context in which its weights are reloaded.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,8 +16,27 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
+def rotate_by_heads(model: torch.nn.Module) -> None:
+    """Let queries and keys of shape [tokens, heads, size] be rotated by vLLM's own computation in torch: its kernel for
+    CPUs takes each for one head. Those of [tokens, heads × size] are left to the kernel."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    def rotate(module: Any, positions: torch.Tensor, query: torch.Tensor, *others: Any, **named: Any) -> Any:
+        its = module.forward_cpu if query.dim() == 2 else module.forward_native
+        return its(positions, query, *others, **named)
+
+    for module in model.modules():
+        method: Any = getattr(module, "_forward_method", None)
+        if getattr(method, "__func__", None) is RotaryEmbedding.forward_cpu:
+            vars(module)["_forward_method"] = functools.partial(rotate, module)
+
+
 class CopiesAreLoads(TorchFunctionMode):
-    """Inside, `parameter.copy_(weight)` and `parameter.data.copy_(weight)` are noted as loads of a whole parameter."""
+    """Inside, `parameter.copy_(weight)` and `parameter.data.copy_(weight)` are noted as loads of a whole parameter.
+
+    vLLM reloads layer by layer: parameters are on no device until the last of their layer has come, and what has come
+    is noted by their weight loaders. A copy without one goes nowhere, and the old weights stay.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
