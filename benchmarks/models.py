@@ -162,7 +162,8 @@ def _said(proof: Callable[[], str], scratch: Path) -> str:
         import traceback
 
         traceback.print_exc()
-        words = " ".join(f"{type(error).__name__}: {error}".replace(str(scratch), "").replace("|", "/").split())
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # an assertion without a word
+        words = " ".join(f"{type(error).__name__}: {reason}".replace(str(scratch), "").replace("|", "/").split())
         return f"no: {words[:200]}"
 
 

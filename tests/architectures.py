@@ -57,7 +57,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         },
     },
     "minimax_m2": {"rotary_dim": 32},
-    "afmoe": {"score_func": "sigmoid"},
+    "afmoe": {"score_func": "sigmoid", "route_norm": True},
     "hy_v3": {"first_k_dense_replace": 1},
     "glm4_moe": {"head_dim": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},

@@ -60,6 +60,7 @@ class CopiesAreLoads(TorchFunctionMode):
         from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+        parameter: Any
         _, parameter = self._of_data.get(id(target), (None, target))
         if id(parameter) not in self._owners:
             modules = list(self._model.modules())
@@ -67,6 +68,6 @@ class CopiesAreLoads(TorchFunctionMode):
         if id(parameter) not in self._owners:
             return False
         layer, name = self._owners[id(parameter)]
-        vars(parameter)["weight_loader"] = default_weight_loader
+        parameter.weight_loader = default_weight_loader
         make_online_process_loader(layer, name)(parameter, weight)
         return True
