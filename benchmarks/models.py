@@ -61,7 +61,9 @@ Made by `python -m benchmarks.models` out of [models.json](models.json), which s
   the trained policy and of the merged adapters, each after a reload; at most 1e-4, or the row says no
 * **adapters served**: the same of the base and of the adapters, in vLLM's own adapter slot
 
-"no" is followed by what was raised: by the trainer before anything was trained, or by vLLM.
+"no" is followed by what was raised: by the trainer before anything was trained, or by vLLM. Its CPU build computes
+gated delta rules (Qwen3-Next, Qwen3.5) in bfloat16 alone, has no Mamba of the first kind, and cannot hold adapters in a
+model with experts. "not run" is a proof that this table does not have. Nothing here was run on a GPU.
 
 """
 _COLUMNS = {

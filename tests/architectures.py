@@ -56,9 +56,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
             **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     },
-    "minimax_m2": {"rotary_dim": 32},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid"},
     "afmoe": {"score_func": "sigmoid", "route_norm": True},
-    "hy_v3": {"first_k_dense_replace": 1},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 32},
     "glm4_moe": {"head_dim": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "phi3": {

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What a `config.json` may call the number of experts in a layer."""
+
 
 def model_config(model: Path) -> dict[str, Any]:
     """The `config.json` of a model folder, of its language part if it sees images too."""

@@ -25,7 +25,9 @@ BY_TOKEN = {"moe", "mlp", "dense", "sparse"}
 """What `layer_types` of a configuration may say. Others choose the tokens they attend to, or compress them."""
 _NOT_PACKED = {
     "has no decoder layers in a list": (
-        "bloom codegen cpmant ctrl falcon gpt2 gpt_bigcode gpt_neo gptj hrm_text mpt opt rwkv xlstm"
+        "bert bert-generation big_bird bloom camembert codegen cpmant ctrl data2vec-text electra ernie falcon gpt2 "
+        "gpt_bigcode gpt_neo gptj hrm_text megatron-bert mpt opt rembert roberta roberta-prelayernorm roformer rwkv "
+        "xlm-roberta xlm-roberta-xl xlstm xmod"
     ),
     "has attention that a pack cannot take over": "doge gpt_neox_japanese modernbert-decoder recurrent_gemma",
     "has layers that choose the tokens they attend to, or compress them": (

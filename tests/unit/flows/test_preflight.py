@@ -101,6 +101,23 @@ def test_lengths_that_were_set_must_fit_the_model_and_others_are_cut_to_it(tmp_p
         )
 
 
+def test_adapters_beside_experts_are_refused_where_vllm_cannot_hold_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.json"
+    settings: dict[str, Any] = {"model": str(tmp_path), "train": {"lora": {"rank": 4}}}
+    run = load_run_file({"workflow": "examples.arithmetic:Arithmetic", **settings})
+    monkeypatch.setattr(preflight, "is_cpu_build", lambda: True)
+    config.write_text('{"num_experts": 4}')
+    with pytest.raises(InvalidInput, match="holds no adapters in a model with experts .* leave train.lora out"):
+        preflight.check_adapters(run)
+    config.write_text('{"num_experts": null}')
+    preflight.check_adapters(run)
+    config.write_text('{"num_experts": 4}')
+    monkeypatch.setattr(preflight, "is_cpu_build", lambda: False)
+    preflight.check_adapters(run)
+
+
 class _Echo(Workflow):
     reward: float | None = 1.0
     reference: str | None = "7"
