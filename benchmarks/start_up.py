@@ -173,7 +173,8 @@ def main(
 ) -> None:
     """Measure, print, and save when asked."""
     console, chosen = open_console(), command or list(COMMANDS)
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in COMMANDS if name in chosen or name == "train"}
+    measured = [name for name in COMMANDS if name in chosen or name == "train"]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in measured}
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
         model = Path(scratch) / "model"
         make_model(W, model)
@@ -181,9 +182,9 @@ def main(
             folder = Path(scratch) / f"round-{number}"
             folder.mkdir()
             (folder / "run.toml").write_text(_RUN.format(model=json.dumps(str(model))))
-            for name, each in runs.items():
-                each.append(measure(COMMANDS[name], folder))
-                console.print(f"round {number + 1}, {name}: {each[-1]['first_seconds']:.1f} s")
+            for name in measured:
+                runs[name].append(measure(COMMANDS[name], folder))
+                console.print(f"round {number + 1}, {name}: {runs[name][-1]['first_seconds']:.1f} s")
             if trl and find_spec("trl"):
                 theirs = run_trl(W, model, folder, steps=3, threads=os.cpu_count() or 1, seed=number)
                 runs.setdefault("TRL", []).append({"first_seconds": theirs["seconds_before_training"]})

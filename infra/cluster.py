@@ -244,7 +244,7 @@ class Cluster:
                 "object_store_memory": 128 * 2**20,
                 "_system_config": _SYSTEM_CONFIG,
             }
-        # Ray replaces it, and ends the process by SIGTERM. Prefect's tells its Cancel from a crash.
+        # Ray replaces it by one that aborts with a page of addresses. Ours cancels, Prefect's knows its Cancel.
         handler = signal.getsignal(signal.SIGTERM)
         # Ray would print the last page of a dead raylet's log.
         ray._private.worker.print_to_stdstream = functools.partial(_keep, self._log_folder / "ray.log")
@@ -256,7 +256,7 @@ class Cluster:
             if not isinstance(error, Exception):
                 raise
             raise StartFailed(f"Ray could not start: {in_one_line(str(error))}") from error
-        if callable(handler) and threading.current_thread() is threading.main_thread():
+        if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
         node = ray._private.worker._global_node
         self._watch = Watch(raylet_socket=node.raylet_socket_name, gcs_address=node.gcs_address)

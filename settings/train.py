@@ -16,6 +16,10 @@ from settings.presets import Preset, conventions_for, with_preset
 
 StalePolicy = Literal["strict", "mask", "correct"]
 
+SUSPICIOUS_GAPS = {"float32": 0.05, "bfloat16": 0.15}
+"""Gap between engine and trainer of which a run warns, in nats per token, by `train.dtype`. Rounding makes 0.03 to 0.06
+of SmolLM2-135M in bfloat16, and 1e-5 of it in float32."""
+
 
 class CriticSettings(Block):
     """The learned value function of `advantage.kind = "gae"`."""

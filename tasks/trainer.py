@@ -12,7 +12,7 @@ from infra.cluster import Cluster, Hosted, HostedGroup
 from infra.environment import cache_folder
 from settings.errors import UserError
 from settings.places.hints import command
-from settings.train import TrainSettings
+from settings.train import SUSPICIOUS_GAPS, TrainSettings
 from storage.log.entries import Claim, Quarantine, Step
 from storage.log.run_log import RunLog
 from storage.shards.shards import DamagedShard
@@ -21,9 +21,6 @@ from trainers.refusals import RefusedShards
 
 logger = logging.getLogger("millrace.train")
 
-SUSPICIOUS_GAPS = {"float32": 0.05, "bfloat16": 0.15}
-"""Nats per token, by `train.dtype`. Rounding makes 0.03 to 0.06 of SmolLM2-135M in bfloat16, and 1e-5 of it in float32.
-"""
 MANY_OUT_OF_ROOM = 0.1
 """Share of attempts that fill the context of which the driver warns."""
 REFUSALS = 3

@@ -240,6 +240,7 @@ COVERED_BY = {
     "test_a_program_gives_the_rows_that_the_agent_gives",
     "python -m tests.api_page": "needs a page to write: test_the_reference_page_has_every_name_as_the_code_has_it",
     "python -m tests.configuration_page": "needs a page to write: test_the_page_has_every_key_as_the_settings_have_it",
+    "python -m tests.gpus_page": "needs a page to write: test_the_page_says_of_the_usual_sizes_what_the_plan_says",
     "pip check": "test_what_pip_complains_about_is_what_the_locks_page_says",
 }
 """Of a command that no test types as it stands (`*`: whatever follows), the test that runs it in a form of its own, or

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
+from weakref import WeakKeyDictionary
 
 import typer
 
@@ -36,6 +37,7 @@ _GAUGES = {
     "quarantined_shards": "Shards that must not be trained.",
     "phase_seconds": "Wall-clock of the last round by phase; all but `round` and `rollout` add up to it.",
     "step_metric": "Metrics of the last step, docs/metrics.md.",
+    "suspicious_gap": "Of the metric `engine_gap`: where the run warns, which depends on its `train.dtype`.",
     "score": "Newest held-out score by split.",
     "score_tasks": "Tasks that it is the mean over.",
     "champion_version": "Policy with the alias champion.",
@@ -84,6 +86,7 @@ class RunCollector:
 
         self._runs = RunLogs(store)
         self._damaged: dict[str, str] = {}
+        self._gaps: WeakKeyDictionary[RunLog, float] = WeakKeyDictionary()
         self._asking = threading.Lock()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -95,7 +98,7 @@ class RunCollector:
             for name, text in _GAUGES.items()
         }
         with self._asking:
-            values, damaged = self._runs.look(lambda log: list(_values(log)))
+            values, damaged = self._runs.look(lambda log: [*_values(log), ("suspicious_gap", self._gap(log))])
             for run, reason in damaged.items():
                 values[run] = [("damaged", 1.0)]
                 if self._damaged.get(run) != reason:
@@ -105,6 +108,15 @@ class RunCollector:
             for name, value, *labels in of_run:
                 families[name].add_metric([run, *labels], value)
         yield from families.values()
+
+    def _gap(self, log: RunLog) -> float:
+        """Read once, as a run's configuration is frozen."""
+        from settings.train import SUSPICIOUS_GAPS
+        from storage.log.runs import run_config
+
+        if log not in self._gaps:
+            self._gaps[log] = SUSPICIOUS_GAPS[run_config(log).get("train", {}).get("dtype", "float32")]
+        return self._gaps[log]
 
 
 def _values(log: RunLog) -> Iterator[tuple[Any, ...]]:

@@ -28,7 +28,7 @@ from infra import forks
 from infra.environment import make_home
 from infra.placement import has_cores_for
 from infra.prefect_server import ServerBeside
-from infra.services import ServiceFailed, check_prefect_database, end_orphaned_servers, running_services
+from infra.services import ServiceFailed, check_prefect_database, running_services
 from infra.structured_logs import log_driver, logs_are_json
 from settings.places.hints import command
 from settings.places.state_folder import home
@@ -62,7 +62,6 @@ def run_flow(
     Raises `ServiceFailed` if Prefect's server is away, `InvalidInput` for a state folder that cannot be made.
     """
     make_home()
-    end_orphaned_servers(home())
     _choose_prefect()
     from tasks.prefect.run_logs import progress
 
@@ -192,7 +191,9 @@ async def _awaited(flow: Awaitable[Result], console: Console, on_interrupt: Call
     task, interrupted = asyncio.ensure_future(flow), threading.Event()
 
     def stop() -> None:
-        """First Ctrl-C: cancel, with a deadline; the in-process API got the signal too and may never answer again."""
+        """First Ctrl-C or SIGTERM: cancel, with a deadline; Prefect's server may have got it too and answer no more."""
+        if interrupted.is_set():
+            return
         interrupted.set()
         on_interrupt()
         console.print("stopping; the same command continues from the run's log")
@@ -203,7 +204,8 @@ async def _awaited(flow: Awaitable[Result], console: Console, on_interrupt: Call
 
     loop = asyncio.get_running_loop()
     if threading.current_thread() is threading.main_thread():  # in a notebook's thread there are no signals
-        loop.add_signal_handler(signal.SIGINT, stop)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)  # of the flow's SIGTERM: tasks/prefect/own_flow_run.py
     try:
         result = await task
     except BaseException as error:

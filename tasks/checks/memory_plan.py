@@ -139,12 +139,13 @@ def memory_plan(
     parameters, here = num_parameters(config), here or Memory.of_this_machine()
     if parameters is None or here is None:
         return []
-    return _plan(config, about, parameters, here, trains=trains)
+    return plan_for(config, about, parameters, here, trains=trains)
 
 
-def _plan(
+def plan_for(
     config: RunConfig, about: Mapping[str, Any], parameters: int, here: Memory, *, trains: bool = True
 ) -> list[Device]:
+    """`memory_plan` of a model with so many parameters that need not be here."""
     sizes = _sizes(config, about, parameters)
     if sizes is None:
         return []
@@ -171,7 +172,7 @@ def check_memory(config: RunConfig, about: Mapping[str, Any], here: Memory | Non
         return
 
     def too_small(changed: RunConfig) -> Device | None:
-        return next((d for d in _plan(changed, about, parameters, here) if d.needed > d.free), None)
+        return next((d for d in plan_for(changed, about, parameters, here) if d.needed > d.free), None)
 
     def fit(changes: Mapping[str, Any]) -> bool:
         try:

@@ -5,7 +5,7 @@ people are notified.
 
 | who ends it | what the flow sees |
 |---|---|
-| Cancel in Prefect, of a run of a worker | SIGTERM, which Prefect makes a cancellation; its state is Cancelling |
+| Cancel in Prefect, of a run of a worker | SIGTERM, here a cancellation; its state is Cancelling |
 | Cancel in Prefect, of a run on a terminal | `Cancelling`, at the next look of `tasks/control.py` |
 | Ctrl-C, `millrace stop`, SIGTERM on a terminal | a cancellation |
 | SIGTERM to a process of a worker, as when its machine goes | the same in another state, Prefect's matter |
@@ -17,7 +17,9 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable
+import signal
+import threading
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -74,29 +76,57 @@ def is_stop(error: BaseException) -> bool:
     return isinstance(error, _STOPS)
 
 
+@contextlib.contextmanager
+def _cancelled_by_sigterm() -> Iterator[None]:
+    """The first SIGTERM cancels this task, and others find it ending.
+
+    Prefect's handler raises in whatever the main thread runs: an error in another task's step, which ends that task and
+    goes unheard, so that a worker kills the process in half a minute.
+    """
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    if task is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = threading.Event()
+
+    def cancel() -> None:
+        if not came.is_set():
+            came.set()
+            task.cancel()
+
+    before = signal.getsignal(signal.SIGTERM)
+    loop.add_signal_handler(signal.SIGTERM, cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)
+
+
 @contextlib.asynccontextmanager
 async def cancellable() -> AsyncIterator[None]:
     """Leave the flow run Cancelled if a user ends the body, and Scheduled if Prefect has put it off until later.
 
     Raises `prefect.exceptions.Abort` then, which ends a flow without another state.
     """
-    try:
-        yield
-    except BaseException as error:
-        context = FlowRunContext.get()
-        if isinstance(error, Pause) or not is_stop(error) or context is None or context.flow_run is None:
-            raise
-        task = asyncio.current_task()
-        while task is not None and task.cancelling():
-            task.uncancel()
-        async with get_client() as client:
-            flow_run = OwnFlowRun(client, context.flow_run.id)
-            abort = Abort("ended")
-            # A worker's process is ended with Cancel, or because it has to go; outside of one nobody else ends a flow.
-            state = await flow_run.state() if "PREFECT__FLOW_RUN_ID" in os.environ else Cancelling()
-            if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
-                state = await flow_run.cancelled()
-            elif state is None or state.type != StateType.SCHEDULED:
+    with _cancelled_by_sigterm():
+        try:
+            yield
+        except BaseException as error:
+            context = FlowRunContext.get()
+            if isinstance(error, Pause) or not is_stop(error) or context is None or context.flow_run is None:
                 raise
-            abort.state = state  # Prefect reads it
-        raise abort from error
+            task = asyncio.current_task()
+            while task is not None and task.cancelling():
+                task.uncancel()
+            async with get_client() as client:
+                flow_run = OwnFlowRun(client, context.flow_run.id)
+                abort = Abort("ended")
+                # A worker's process is ended with Cancel, or as it has to go; outside of one nobody else ends a flow.
+                state = await flow_run.state() if "PREFECT__FLOW_RUN_ID" in os.environ else Cancelling()
+                if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
+                    state = await flow_run.cancelled()
+                elif state is None or state.type != StateType.SCHEDULED:
+                    raise
+                abort.state = state  # Prefect reads it
+            raise abort from error

@@ -1,4 +1,4 @@
-"""kill -9 of the whole process group and Ctrl-C in turn, and the run goes on as if nothing had happened."""
+"""kill -9 of the whole process group, Ctrl-C and SIGTERM in turn, and the run goes on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tests.conftest import SCRIPTED, Home
 
 KILLS = 40 if os.environ.get("MILLRACE_CHAOS_FAULTS") else 4  # `make chaos`; test_faults.py kills as often again
 STEPS = 4 * KILLS  # more than so many lives last
+_STOPS = (None, signal.SIGINT, signal.SIGTERM)
+"""`millrace stop` sends the second; of those that go to one process."""
 
 
 @pytest.mark.timeout(1800)
@@ -29,11 +31,11 @@ def test_kills_and_stops_lose_nothing_and_change_nothing(home: Home, base_model:
         entries = state_of(home, "killed").entries + draw.randint(1, 5)
         home.wait(process, lambda entries=entries: state_of(home, "killed").entries >= entries)  # type: ignore[misc]
         time.sleep(draw.uniform(0, 0.3))  # the random moment itself
-        if number % 2:
-            process.send_signal(signal.SIGINT)  # as `millrace stop` does
+        if stop := _STOPS[number % len(_STOPS)]:
+            process.send_signal(stop)
         else:
             os.killpg(process.pid, signal.SIGKILL)
-        assert process.wait(timeout=60) == (130 if number % 2 else -signal.SIGKILL)
+        assert process.wait(timeout=60) == (130 if stop else -signal.SIGKILL)
         state = state_of(home, "killed")
         assert committed <= state.groups.keys(), "a committed group was lost"
         committed = set(state.groups)

@@ -54,7 +54,7 @@ def _engine_of(worker: psutil.Process) -> list[psutil.Process]:
 def test_a_killed_engine_is_replaced_with_its_worker(home: Home, base_model: Path) -> None:
     """While requests are running. In the long form also one that stays stopped while it loads new weights: it is killed
     for that."""
-    batch_size, num_steps, run = 8, 4, "arithmetic"
+    batch_size, num_steps, run = 8, 20, "arithmetic"
     process = home.start(
         *("train", str(ARITHMETIC), f"model={base_model}", f"steps={num_steps}"),
         *(f"batch_size={batch_size}", "n_samples=2", "evaluation.every=0", "max_staleness=0"),
@@ -65,7 +65,7 @@ def test_a_killed_engine_is_replaced_with_its_worker(home: Home, base_model: Pat
         return served is not None and state.newest_version > served.version
 
     def runs_requests(state: RunState) -> bool:
-        return not loads_weights(state) and state.pending_accepted < batch_size
+        return state.step < num_steps and not loads_weights(state) and state.pending_accepted < batch_size
 
     def stop_while(busy: Callable[[RunState], bool], family: list[psutil.Process]) -> None:
         """Stop an engine's processes at a moment in which it is `busy`, and leave it there."""

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from settings.train import SUSPICIOUS_GAPS
 from storage.log.entries import Claim
 from storage.log.run_log import RunLog
 from tasks import steps
 from tasks.clock import out_of_room
 from tasks.session import RunSession
-from tasks.trainer import SUSPICIOUS_GAPS, EveryClaimRefused
+from tasks.trainer import EveryClaimRefused
 from tests.builders import a_claim, a_config, a_shard, a_step, a_summary
 from trainers.health import GapTooLarge, NonFinite
 from trainers.refusals import RefusedShards

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.trainer import SUSPICIOUS_GAPS
+from settings.train import SUSPICIOUS_GAPS
 from tests.unit.trainers.builders import (
     Row,
     config_of,

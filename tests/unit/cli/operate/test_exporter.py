@@ -61,6 +61,7 @@ def test_a_run_in_numbers(log: RunLog, scrape: Callable[[], Values]) -> None:
     assert outcomes.pop("submitted") == sum(outcomes.values())
     assert values["step_metric", "run", "engine_gap"] == 0.001 and values["step_metric", "run", "loss"] == 0.5
     assert values["phase_seconds", "run", "round"] == 2.0 and values["phase_seconds", "run", "train"] == 0.75
+    assert values["suspicious_gap", "run"] == 0.05, "of a run in float32"
     assert values["last_step_timestamp_seconds", "run"] == log.entries[2].written_at
     assert values["last_entry_timestamp_seconds", "run"] == log.entries[-1].written_at
     assert not any(key[0] in ("score", "champion_version") for key in values)
@@ -70,7 +71,7 @@ def test_each_scrape_reads_what_is_new_and_leaves_a_damaged_log_out(
     log: RunLog, scrape: Callable[[], Values], store: LocalStore
 ) -> None:
     assert scrape()["steps", "run"] == 1
-    create_run(store, "other", {})
+    create_run(store, "other", {"train": {"dtype": "bfloat16"}})
     create_run(store, "damaged", {}).append(BASE)
     store.put(f"runs/damaged/log/{0:020d}.json", b"{")
     log.append(an_evaluation(1, 0.75))
@@ -79,6 +80,7 @@ def test_each_scrape_reads_what_is_new_and_leaves_a_damaged_log_out(
         values = scrape()
     assert values["score", "run", "test"] == 0.75 and values["score_tasks", "run", "test"] == 4
     assert values["champion_version", "run"] == 1
+    assert values["suspicious_gap", "other"] == 0.15
     assert values["training", "run"] == 1 and values["training", "other"] == 0 and values["steps", "other"] == 0
     assert ("steps", "damaged") not in values
 

@@ -14,6 +14,7 @@ from settings.errors import InvalidInput
 from settings.run_file import RunConfig, load_run_file
 from tasks.checks import memory_plan as plans
 from tasks.checks.memory_plan import Memory, check_memory, memory_plan, with_engine_share
+from tests import gpus_page
 
 GIB = 2**30
 QWEN = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
@@ -177,3 +178,11 @@ def test_gpus_are_those_that_this_process_may_use(tmp_path: Path, monkeypatch: p
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert gpu_memory() == expected
     assert dataclasses.asdict(first)["free"] == 24000 * 2**20
+
+
+def test_the_page_says_of_the_usual_sizes_what_the_plan_says() -> None:
+    assert {shape.name: round(shape.parameters / 1e7) / 100 for shape in gpus_page.SHAPES} == {
+        **{"0.6B": 0.6, "1.7B": 1.72, "4B": 4.02, "8B": 8.19, "14B": 14.77, "32B": 32.76}
+    }
+    text = gpus_page.PAGE.read_text()
+    assert gpus_page.page(text) == text, "run `python -m tests.gpus_page`"

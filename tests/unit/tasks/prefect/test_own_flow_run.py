@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -69,3 +71,36 @@ def test_a_user_leaves_the_flow_run_cancelled_and_nothing_else_does(case: str, m
     if raised is Abort:
         assert ended.value.state.name == (shown or ["AwaitingRetry"])[0]  # type: ignore[attr-defined]
     assert is_stop(error) == (case not in ("an error", "an error beside a stop"))
+
+
+def test_a_signal_that_comes_while_another_task_runs_is_heard_and_a_second_one_cuts_nothing_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With Prefect's handler it is an error of the task in whose step it comes."""
+
+    def handler(number: int, _: Any) -> None:
+        raise TerminationSignal(number)
+
+    closed = []
+
+    async def other() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def flow() -> None:
+        async with cancellable():
+            try:
+                await asyncio.gather(other(), return_exceptions=True)
+                await asyncio.Event().wait()
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.to_thread(closed.append, True)
+
+    monkeypatch.setattr(own_flow_run, "FlowRunContext", SimpleNamespace(get=lambda: None))
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(asyncio.wait_for(flow(), 60))
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert closed == [True]
