@@ -165,7 +165,12 @@ def _said(proof: Callable[[], str], scratch: Path) -> str:
 
         traceback.print_exc()
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # an assertion without a word
-        words = " ".join(f"{type(error).__name__}: {reason}".replace(str(scratch), "").replace("|", "/").split())
+        words = " ".join(
+            f"{type(error).__name__}: {reason}".replace(f"{scratch}/base: ", "")
+            .replace(str(scratch), "")
+            .replace("|", "/")
+            .split()
+        )
         return f"no: {words[:200]}"
 
 
