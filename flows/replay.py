@@ -47,7 +47,8 @@ async def replay(
         check_model(teacher)
     async with in_flow_run(reading_session(changed, store=store, what="replay", trains=True)) as session:
         # Where to compute is no part of the maths: it holds for the steps before the span too.
-        where = {"train.device": changed.train.device, "train.num_ranks": changed.train.num_ranks}
+        places = ("device", "num_ranks", "sequence_parallel", "num_replicas")
+        where = {f"train.{name}": getattr(changed.train, name) for name in places}
         recorded = with_training_changes(config, where)
         reference = await provide_reference(session, model=teacher) if is_another else ""
         chosen = {"rewards": rewards, "reference": reference}

@@ -115,10 +115,13 @@ class RunConfig(Settings):
                 f"train.advantage.kind = 'remax': its baseline would count as reward; set "
                 f"reward.weights.{advantage.baseline_part} = 0"
             )
-        if self.engine.max_model_len > self.train.tokens_per_microbatch:
+        if self.engine.max_model_len > self.train.longest_pack:
+            ranks = self.train.sequence_parallel
+            times = f" on {ranks} ranks (train.sequence_parallel)" if ranks > 1 else ""
             problems.append(
-                f"train.tokens_per_microbatch = {self.train.tokens_per_microbatch} is below engine.max_model_len = "
-                f"{self.engine.max_model_len}: a sequence is never cut; raise the one or lower the other"
+                f"train.tokens_per_microbatch = {self.train.tokens_per_microbatch}{times} is below "
+                f"engine.max_model_len = {self.engine.max_model_len}: a sequence is never cut; raise the one or lower "
+                "the other"
             )
         if self.engine.weight_transfer != "store" and (self.train.lora is not None or self.engine.kind == "scripted"):
             problems.append(

@@ -119,18 +119,27 @@ class TrainSettings(Block):
     """Mean |log-probability by engine − by trainer| per token of a shard that this very policy sampled, in nats, above
     which the shard is quarantined before it trains anything."""
     tokens_per_microbatch: int = Field(default=4096, ge=16)
-    """Tokens of the attempts in one forward pass; bounds memory, changes nothing else."""
+    """Tokens of the attempts in one forward pass of a rank; bounds memory, changes nothing else."""
     balance: Literal["tokens", "flops"] = "tokens"
     """What ranks get evenly: tokens, or arithmetic, in which a token of a long row counts more for its attention, and
     packs of about as much of it then run at the same time. The last digits depend on it."""
     num_ranks: int = Field(default=1, ge=1)
     """Trainer processes the model is sharded over (FSDP2)."""
+    sequence_parallel: int = Field(default=1, ge=1)
+    """Ranks that compute a pack together, each a part of its tokens (Ulysses), so that rows may be that many times as
+    long as `tokens_per_microbatch`. It divides `num_ranks` and the model's attention heads."""
+    num_replicas: int = Field(default=1, ge=1)
+    """Copies of the sharded model (HSDP), for many nodes: layers are gathered within a copy, and only gradients are
+    added up over all. It divides `num_ranks`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameter type during forward and backward; the optimizer keeps float32."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, a third more time."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments in host memory; for GPUs."""
+    offload_activations: bool = False
+    """Keep in host memory what the backward pass needs of the layers, with `activation_checkpointing` their inputs; for
+    GPUs."""
     compile: bool = False
     """torch.compile every layer; pays on GPUs for steps of the same shapes."""
     logits_gib: float = Field(default=0.5, gt=0)
@@ -202,9 +211,20 @@ class TrainSettings(Block):
         if self.decoupled is not None and loss.kind in ("sft", "sapo"):
             what = 'train.decoupled and stale_policy = "correct"'
             problems.append(f"loss.kind = {loss.kind!r} has no proximal policy; leave {what} out")
+        for name, what in (("sequence_parallel", "the ranks of a pack"), ("num_replicas", "the copies of the model")):
+            if self.num_ranks % (number := getattr(self, name)):
+                problems.append(
+                    f"train.num_ranks = {self.num_ranks} is no multiple of train.{name} = {number}, {what}; raise the "
+                    "one or lower the other"
+                )
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def longest_pack(self) -> int:
+        """Tokens of the attempts in one forward pass of all ranks that compute it together."""
+        return self.tokens_per_microbatch * self.sequence_parallel
 
 
 class RetentionSettings(Block):

@@ -20,6 +20,7 @@ from tests.unit.trainers.builders import logprobs_alone
 from trainers.data.packing import position_ids
 from trainers.model.layout import Layout
 from trainers.model.model import PolicyModel, load_model
+from trainers.model.teams import Team
 
 _SIZES: dict[str, Any] = {
     **{"vocab_size": 96, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 32},
@@ -136,11 +137,14 @@ def packed_and_alone(folder: Path, *, scale: float) -> tuple[float, float]:
     return float((found - expected).detach().abs().max()), off
 
 
-def packed_logprobs(model: PolicyModel, sequences: list[list[int]], *, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probability of every token after the first of each sequence, all of them from one pack."""
+def packed_logprobs(
+    model: PolicyModel, sequences: list[list[int]], *, temperature: float = 1.0, team: Team | None = None
+) -> torch.Tensor:
+    """Log-probability of every token after the first of each sequence, all of them from one pack, of one rank or of a
+    team."""
     lengths = [len(sequence) for sequence in sequences]
     ids = torch.tensor([token for sequence in sequences for token in sequence])
     targets = torch.cat([torch.tensor([*sequence[1:], 0]) for sequence in sequences])
-    layout = Layout(lengths, device=torch.device("cpu"))
+    layout = Layout(lengths, device=torch.device("cpu"), team=team)
     logprobs, _ = model(ids, targets, position_ids(lengths), layout, temperature)
     return torch.cat([part[:-1] for part in logprobs.split(lengths)])

@@ -221,6 +221,8 @@ COVERED_BY = {
     "python -m benchmarks.models": "needs minutes of vLLM; its page: "
     "test_the_page_is_that_of_the_results_and_every_row_is_exact_or_says_why_not",
     "python -m benchmarks.trl_speed": "needs minutes of vLLM and TRL on an idle machine",
+    "python -m benchmarks.long_context": f"{_IDLE}; what it compares is the same step: "
+    "test_many_ranks_take_the_step_one_rank_takes",
     "python -m benchmarks.trainer_speed": f"{_IDLE}, also for one pair of steps",
     "python -m benchmarks.start_up --timeline": f"{_IDLE}; its timeline: "
     "test_a_timeline_has_what_took_long_with_its_depth_and_processor_time",

@@ -6,7 +6,6 @@ the optimizer bit for bit. Tensors are stored whole, so another number of ranks 
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import shutil
@@ -21,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from settings.errors import InvalidInput, counted
 from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE, seal_folder, verify_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
-from trainers.model.distributed import copy_into, full, num_ranks
+from trainers.model.distributed import copy_into, full, num_ranks, on_first_rank, rank
 from trainers.model.lora import has_adapters, read_adapter, saved_name, write_adapter
 from trainers.model.model import PolicyModel
-from trainers.model.stored import TRAINABLE, as_stored, stored_dtypes, write_weights
+from trainers.model.stored import stored_dtypes, write_weights
 from trainers.model.weight_index import INDEX_FILE
 from trainers.trainer import Trainer
 
@@ -35,40 +34,37 @@ _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth",
 
 
 def save_policy(
-    model: PolicyModel, base_folder: Path, folder: Path | None, *, dtypes: Mapping[str, torch.dtype] | None = None
+    model: PolicyModel, base_folder: Path, folder: Path, *, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> str:
     """Write the weights beside the base model's configuration and tokenizer; returns the weights digest.
 
     The file has every tensor that the base model's files have, in its type there, or those of `dtypes`, which a run
     that began before has. Of a model with adapters only these are written, in peft's format. Equal weights give equal
-    digests. Every rank must call it, for shards are gathered; those that do not write pass no folder, and get an empty
-    digest.
+    digests, on any number of ranks. Every rank must call it, with the same folder: those that see what rank 0 has made
+    write a share each.
     """
     if has_adapters(model):
-        write_adapter(model.causal_lm, folder, base=base_folder.name)
-        return seal_folder(folder) if folder is not None else ""
+        write_adapter(model.causal_lm, None if rank() else folder, base=base_folder.name)
+        return on_first_rank(lambda: seal_folder(folder))
+
+    def make() -> None:
+        folder.mkdir(parents=True)
+        for file in base_folder.iterdir():
+            if file.is_file() and not file.name.endswith(_NOT_COPIED):
+                shutil.copy(file, folder / file.name)
+
+    on_first_rank(make)
+    trained = {name: parameter for name, parameter in model.causal_lm.named_parameters() if parameter.requires_grad}
     dtypes = stored_dtypes(base_folder) if dtypes is None else dtypes
-    # Already here in the type of the file, for float32 may not fit; what is fused of several has a type for all.
-    common = functools.reduce(torch.promote_types, TRAINABLE.intersection(dtypes.values()))
-    tensors = {}
-    for name, parameter in model.causal_lm.named_parameters():
-        whole = full(parameter)
-        if folder is not None and parameter.requires_grad:
-            tensors[name] = whole.to(dtypes.get(name, common))
-    if folder is None:
-        return ""
-    folder.mkdir(parents=True)
-    for file in base_folder.iterdir():
-        if file.is_file() and not file.name.endswith(_NOT_COPIED):
-            shutil.copy(file, folder / file.name)
-    write_weights(as_stored(model.causal_lm, tensors), base_folder, folder / WEIGHTS_FILE, dtypes=dtypes)
-    return seal_folder(folder)
+    write_weights(model.causal_lm, trained, base_folder, folder / WEIGHTS_FILE, dtypes=dtypes)
+    return on_first_rank(lambda: seal_folder(folder))
 
 
 def save_state(trainer: Trainer, folder: Path | None, *, step: int) -> None:
     """Write float32 weights, both moments of every parameter, the critic's too, and torch's random state.
 
-    Frozen weights, those under adapters, are the base policy's and are not written again. Ranks as in `save_policy`.
+    Frozen weights, those under adapters, are the base policy's and are not written again. Every rank must call it, for
+    shards are gathered; those that do not write pass no folder.
     """
     tensors: dict[str, torch.Tensor] = {"random_state": torch.get_rng_state()}
     for name, parameter, optimizer in _trained(trainer, with_critic=True):
@@ -147,8 +143,9 @@ def save_average(state_folder: Path, policy_folder: Path, folder: Path) -> str:
         save_file(weights, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
     else:
         causal_lm = AutoModelForCausalLM.from_pretrained(str(policy_folder), dtype=torch.float32)
-        weights = as_stored(causal_lm, {saved_name(name): tensor for name, tensor in average.items()})
-        write_weights(weights, policy_folder, folder / WEIGHTS_FILE, dtypes=stored_dtypes(policy_folder))
+        weights = {saved_name(name): tensor for name, tensor in average.items()}
+        dtypes = stored_dtypes(policy_folder)
+        write_weights(causal_lm, weights, policy_folder, folder / WEIGHTS_FILE, dtypes=dtypes)
     return seal_folder(folder)
 
 

@@ -17,6 +17,7 @@ from trainers.model.batches import Pack
 from trainers.model.distributed import shard
 from trainers.model.layout import Layout
 from trainers.model.model import PolicyModel, load_model
+from trainers.model.teams import on_all
 from trainers.objective.losses import value_loss
 from trainers.optimizer import make_optimizer
 
@@ -37,7 +38,11 @@ class CriticModel(nn.Module):
         """Values, float32 of shape [T]."""
         hidden_TD = self.policy.hidden(input_ids_T, position_ids_T, layout)
         values: torch.Tensor = self.value_head(hidden_TD).sum(1)  # its only column; FSDP2 warns of views
-        return values.float()
+        values = values.float()
+        if layout.team is None:
+            return values
+        own_N = layout.own_positions
+        return on_all(values.new_zeros(len(input_ids_T)).index_copy(0, own_N, values), layout.team)
 
 
 class Critic:
@@ -45,8 +50,12 @@ class Critic:
 
     def __init__(self, folder: Path, settings: TrainSettings, *, mesh: DeviceMesh) -> None:
         self._clip = settings.critic.clip
-        recompute = settings.activation_checkpointing
-        policy = load_model(folder, activation_checkpointing=recompute, compile=settings.compile)
+        policy = load_model(
+            folder,
+            activation_checkpointing=settings.activation_checkpointing,
+            offload_activations=settings.offload_activations,
+            compile=settings.compile,
+        )
         self.model = CriticModel(policy)
         dtype, offload = getattr(torch, settings.dtype), settings.offload_optimizer
         shard(self.model, policy.layers, mesh=mesh, dtype=dtype, offload=offload)

@@ -128,6 +128,8 @@ class Ema:
 
 def _own_square(gradient: torch.Tensor) -> torch.Tensor:
     """This rank's share of the squared norm, so that the shares of all ranks add up to it."""
-    is_sharded = isinstance(gradient, DTensor) and any(placement.is_shard() for placement in gradient.placements)
     square = torch.linalg.vector_norm(local(gradient).detach(), dtype=torch.float64).square()
-    return square if is_sharded else square / (dist.get_world_size() if dist.is_initialized() else 1)
+    if not isinstance(gradient, DTensor):
+        return square / (dist.get_world_size() if dist.is_initialized() else 1)
+    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return square / math.prod(size for size, placement in sizes if not placement.is_shard())  # so many have the same

@@ -49,6 +49,8 @@ def refuse_options(settings: TrainSettings, *, has_cuda: bool, has_bfloat16: boo
         problems.append("train.device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
     if settings.offload_optimizer and not on_gpu:
         problems.append("train.offload_optimizer is for GPUs: here the moments are in host memory anyway; leave it out")
+    if settings.offload_activations and not on_gpu:
+        problems.append("train.offload_activations is for GPUs: here they are in host memory anyway; leave it out")
     if settings.compile and not on_gpu and shutil.which("g++") is None and shutil.which("clang++") is None:
         problems.append("train.compile on a CPU needs a C++ compiler, and there is none; install g++ or leave it out")
     if settings.dtype == "bfloat16" and on_gpu and not has_bfloat16:
@@ -119,15 +121,17 @@ def refuse_shards(
         raise RefusedShards(reasons)
 
 
-def refuse_long_rows(samples: Samples, *, tokens_per_microbatch: int) -> None:
+def refuse_long_rows(samples: Samples, settings: TrainSettings) -> None:
     """Raise `ValueError` for a row that does not fit into a forward pass: a sequence is never cut."""
     lengths = np.diff(samples.offsets)
     row = int(lengths.argmax())
-    if lengths[row] > tokens_per_microbatch:
+    if lengths[row] > settings.longest_pack:
+        ranks = settings.sequence_parallel
         raise InvalidInput(
             f"group {samples.group_ids[samples.groups_B[row]]} has a row of {lengths[row]} tokens, above "
-            f"train.tokens_per_microbatch = {tokens_per_microbatch}, and a sequence is never cut; raise it to at least "
-            "engine.max_model_len"
+            f"train.tokens_per_microbatch = {settings.tokens_per_microbatch}"
+            + (f" on each of {ranks} ranks (train.sequence_parallel)" if ranks > 1 else "")
+            + ", and a sequence is never cut; raise it to at least engine.max_model_len"
         )
 
 

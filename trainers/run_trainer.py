@@ -38,7 +38,7 @@ from storage.shards.shards import DamagedShard, read_shard
 from storage.shards.turn_metrics import turn_metrics
 from trainers.checkpoint import load_state, load_weights, save_policy, save_state
 from trainers.data.samples import ARITHMETIC, COLUMNS, Samples, gather_samples
-from trainers.model.distributed import agreed, num_ranks, on_every_rank, rank
+from trainers.model.distributed import agreed, num_ranks, on_every_rank, on_first_rank, rank
 from trainers.model.stored import dtypes_in, refuse_unstored
 from trainers.refusals import refuse_long_rows, refuse_shards, tokenizer_sha256
 from trainers.trainer import Trainer
@@ -110,7 +110,12 @@ class RunTrainer:
             where = torch.cuda.get_device_name(device)
         else:
             where = f"{torch.backends.cpu.get_cpu_capability()}, {counted(torch.get_num_threads(), 'thread')}"
-        return f"{self._version(step)}, torch {torch.__version__}, {where}, {counted(num_ranks(), 'rank')}"
+        ranks, settings = counted(num_ranks(), "rank"), self.config.train
+        if settings.sequence_parallel > 1:
+            ranks += f", {settings.sequence_parallel} to a pack"
+        if settings.num_replicas > 1:
+            ranks += f", {settings.num_replicas} replicas"
+        return f"{self._version(step)}, torch {torch.__version__}, {where}, {ranks}"
 
     def load_nearest_state(self, at_most: int) -> int:
         """Load the newest saved state of the steps up to `at_most`; returns its step, 0 for the base policy. Raises
@@ -174,7 +179,7 @@ class RunTrainer:
                 tokenizers={name: digest.decode() for name, digest in digests.items()},
                 base_tokenizer=self._base_tokenizer,
             )
-            refuse_long_rows(samples, tokens_per_microbatch=self.config.train.tokens_per_microbatch)
+            refuse_long_rows(samples, self.config.train)
         return dataclasses.replace(samples, turn_metrics=turn_metrics(claim.trained, tables))
 
     def train(self, claim: Claim, samples: Samples | None, *, judge: bool = False) -> dict[str, float]:
@@ -231,10 +236,9 @@ class RunTrainer:
         return policy.path == self.log.state.policies[0].path
 
     def save_policy(self, folder: Path) -> str:
-        """Write the weights as a sealed folder in HF layout; returns their digest. Rank 0 writes, and all get it."""
-        target = None if rank() else folder
-        model, base = self.trainer.model, self._base_folder
-        return on_every_rank(lambda: save_policy(model, base, target, dtypes=self._dtypes))[0]
+        """Write the weights as a sealed folder in HF layout, that of rank 0; returns their digest on every rank."""
+        of_all = Path(on_first_rank(lambda: str(folder)))
+        return save_policy(self.trainer.model, self._base_folder, of_all, dtypes=self._dtypes)
 
     def save_state(self, folder: Path, *, step: int, on_all: bool = False) -> None:
         """Write everything the next step depends on: rank 0 does, or `on_all` ranks do, each its own copy."""

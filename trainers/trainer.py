@@ -35,8 +35,10 @@ from trainers.kept_policy import KeptPolicy
 from trainers.model.batches import Pack, Spread, attention_length, packs_of
 from trainers.model.distributed import choose_device, shard, start_process_group, sum_over_ranks
 from trainers.model.experts import ROUTER_TERMS, load_metrics, router_terms
+from trainers.model.kinds import refuse_team
 from trainers.model.lora import without_adapters
 from trainers.model.model import PolicyModel, load_model
+from trainers.model.teams import join_team
 from trainers.objective.credit import Looked, assign_credit
 from trainers.objective.objective import (
     OFF_POLICY,
@@ -66,7 +68,9 @@ class Trainer:
         self.device = choose_device(settings.device)
         if self.device.type == "cpu":
             adopt_malloc(KEEPS_FREED_MEMORY)
-        self._mesh = start_process_group(self.device)
+        self._mesh = start_process_group(self.device, num_replicas=settings.num_replicas)
+        size = settings.sequence_parallel
+        team = join_team(size)
         self.model = self._load(folder, settings)
         if (settings.router.balance or settings.router.z) and not self.model.routers.number:
             raise InvalidInput("train.router weighs losses of experts, and this model has none; leave it out")
@@ -89,9 +93,12 @@ class Trainer:
         if settings.advantage.kind == "gae":
             self.critic = Critic(folder, settings, mesh=self._mesh)
             self._optimizers.append((self.critic.optimizer, settings.critic.learning_rate))
-        self._sum = functools.partial(sum_over_ranks, device=self.device)
+        self._sum_shards = functools.partial(sum_over_ranks, device=self.device)
+        # What the ranks of a team have is the same: the first one's counts.
+        self._sum = functools.partial(self._sum_shards, counts=team is None or team.rank == 0)
         by_work = {"attention_length": attention_length(self.model.causal_lm)} if settings.balance == "flops" else {}
-        self._spread = Spread(rank=dist.get_rank(), world_size=dist.get_world_size(), **by_work)
+        number, num_teams = dist.get_rank() // size, dist.get_world_size() // size
+        self._spread = Spread(rank=number, world_size=num_teams, **by_work, team=team)
 
     def step(
         self, samples: Samples, *, step: int, base_version: int, max_staleness: float, max_gap: float = math.inf
@@ -174,10 +181,12 @@ class Trainer:
             folder,
             lora=settings.lora,
             activation_checkpointing=settings.activation_checkpointing,
+            offload_activations=settings.offload_activations,
             compile=settings.compile,
             logits_gib=settings.logits_gib,
             seed=self._config.seed,
         )
+        refuse_team(model.causal_lm, settings.sequence_parallel)
         dtype, offload = getattr(torch, settings.dtype), settings.offload_optimizer
         shard(model, model.layers, mesh=self._mesh, dtype=dtype, offload=offload)
         return model
@@ -281,7 +290,7 @@ class Trainer:
         """Clip the gradients and take one optimizer update; returns the norms before the clip."""
         norms, max_norm = {}, self._settings.max_grad_norm
         clip = functools.partial(
-            clip_gradient, max_norm=max_norm, sum_over_ranks=self._sum, rows=rows, num_updates=number
+            clip_gradient, max_norm=max_norm, sum_over_ranks=self._sum_shards, rows=rows, num_updates=number
         )
         if trains_policy:
             norms["grad_norm"], by_group = clip(self.model.named_parameters())
@@ -380,7 +389,7 @@ class Trainer:
         self, samples: Samples, rows: np.ndarray, *, mask_T: np.ndarray, values: Mapping[str, np.ndarray]
     ) -> Iterator[Pack]:
         """This rank's; none of no rows."""
-        settings = {"budget": self._settings.tokens_per_microbatch, "spread": self._spread, "device": self.device}
+        settings = {"budget": self._settings.longest_pack, "spread": self._spread, "device": self.device}
         return packs_of(samples, rows, mask_T=mask_T, values=values, **settings) if len(rows) else iter(())
 
 

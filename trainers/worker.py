@@ -90,7 +90,7 @@ class TrainerWorker:
         train_seconds = time.perf_counter() - started - load_seconds
         phases = {**extra_metrics, "load_seconds": load_seconds, "train_seconds": train_seconds}
         with staging_folder(self._trainer.cache, self._trainer.policy_bytes) as folder:
-            # All ranks gather; the rest is up to rank 0.
+            # All ranks write the policy; the rest is up to rank 0.
             digest = "" if claim.fallback == "skip_step" else self._trainer.save_policy(folder / "policy")
             if claim.step % self._trainer.config.train.checkpoint_every == 0:
                 self._trainer.save_state(folder / "state", step=claim.step)

@@ -35,7 +35,16 @@ Made = TypeVar("Made")
 MAY_CHANGE = frozenset({"steps", "tracking", "store"})
 """Configuration keys that a resumed run may set to other values: they do not change what a committed step means."""
 
-MAY_DIFFER = frozenset({"train.num_ranks", "rollout.num_workers", "rollout.on_out_of_room", "retention"})
+MAY_DIFFER = frozenset(
+    {
+        "train.num_ranks",
+        "train.sequence_parallel",
+        "train.num_replicas",
+        "rollout.num_workers",
+        "rollout.on_out_of_room",
+        "retention",
+    }
+)
 """Keys that say where a run computes and what it keeps, and one that runs of before it may set to what they did. The
 recorded values are for its replays; a resumed run may use others."""
 

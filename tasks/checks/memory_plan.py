@@ -43,6 +43,8 @@ _FEWEST_TOKENS = 32768
 """The cache of an engine on a shared GPU holds so many, if there can be as many: with fewer it would crawl."""
 _VLLM_SHARE = 0.92
 """What vLLM takes of a GPU if nothing is set (`gpu_memory_utilization`)."""
+_STATE = ("weights", "gradients and moments")
+"""Parts of a rank that `train.offload_optimizer` moves."""
 _MOST_SEQUENCES, _MOST_BATCHED = 256, 8192
 """vLLM's usual `max_num_seqs` and `max_num_batched_tokens`."""
 _OVERHEAD = {
@@ -158,7 +160,8 @@ def plan_for(
     for number, gpu in enumerate(here.gpus if each else []):
         if on_this := on_gpus[number * each : (number + 1) * each]:
             devices.append(_device(config, sizes, f"GPU {gpu.name}", gpu.total, gpu.free, on_this, is_gpu=True))
-    ranks_offloaded = ranks_on_gpus if config.train.offload_optimizer else 0
+    offloads = config.train.offload_optimizer or config.train.offload_activations
+    ranks_offloaded = ranks_on_gpus if offloads else 0
     kinds = {"engine": 0 if here.gpus else num_engines, "trainer": num_ranks - ranks_on_gpus}
     in_memory = [kind for kind, count in {**kinds, "offloaded": ranks_offloaded}.items() for _ in range(count)]
     devices.append(_device(config, sizes, "this machine", here.machine, here.machine, in_memory, is_gpu=False))
@@ -283,11 +286,12 @@ def _trainer(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
     trained = (ADAPTER_SHARE if train.lora is not None else 1) * sizes.parameters
     models = 2 if train.advantage.kind == "gae" else 1
     width = 2 if train.dtype == "bfloat16" else 4
-    weights = 4 * sizes.parameters * (copies + models - 1) / train.num_ranks
-    moments = 12 * (trained + (models - 1) * sizes.parameters) / train.num_ranks
+    shards = train.num_ranks / train.num_replicas
+    weights = 4 * sizes.parameters * (copies + models - 1) / shards
+    moments = 12 * (trained + (models - 1) * sizes.parameters) / shards
     in_layer = max(0, sizes.parameters - sizes.outside_layers) / sizes.layers
     attempts = config.batch_size * config.n_samples / train.num_minibatches
-    tokens = min(train.tokens_per_microbatch, attempts * sizes.longest)
+    tokens = min(train.tokens_per_microbatch, attempts * sizes.longest / train.sequence_parallel)
     kept = sizes.layers * _kept_per_token(sizes, width)
     if train.activation_checkpointing:
         kept = sizes.layers * sizes.hidden * width + _kept_per_token(sizes, width)
@@ -297,19 +301,22 @@ def _trainer(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
         "gathered layers": width * (2 * in_layer + sizes.outside_layers),
         "activations": tokens * kept,
         "logits": min(train.logits_gib * 2**30, tokens * (sizes.vocabulary or math.inf) * 3 * 4),
-        "earlier policy": width * trained / train.num_ranks * (kind == "CPU" and config.max_staleness > 0),
+        "earlier policy": width * trained / shards * (kind == "CPU" and config.max_staleness > 0),
         "libraries": _OVERHEAD[kind]["trainer"],
     }
     if train.offload_optimizer and kind == "GPU":
-        parts |= {"weights": 0, "gradients and moments": 0}
+        parts |= dict.fromkeys(_STATE, 0)
+    if train.offload_activations and kind == "GPU":
+        parts["activations"] = tokens * _kept_per_token(sizes, width)  # of the layer that is computed
     return Demand(process="trainer", parts={name: int(value) for name, value in parts.items()})
 
 
 def _offloaded(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
     """What a rank on a GPU keeps in the machine's memory."""
-    train = config.train.model_copy(update={"offload_optimizer": False})
+    names = [*_STATE] * config.train.offload_optimizer + ["activations"] * config.train.offload_activations
+    train = config.train.model_copy(update={"offload_optimizer": False, "offload_activations": False})
     parts = _trainer(config.model_copy(update={"train": train}), sizes, "GPU").parts
-    return Demand(process="offloaded", parts={name: parts[name] for name in ("weights", "gradients and moments")})
+    return Demand(process="offloaded", parts={name: parts[name] for name in names})
 
 
 def _engine(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
@@ -353,8 +360,12 @@ def _changes(config: RunConfig, *, on_gpu: bool) -> list[tuple[str, list[Any]]]:
     halves = [train.tokens_per_microbatch >> times for times in range(1, 8)]
     changes: list[tuple[str, list[Any]]] = [
         ("engine.vllm.gpu_memory_utilization", [None] * ("gpu_memory_utilization" in config.engine.vllm)),
-        ("train.tokens_per_microbatch", [tokens for tokens in halves if tokens >= max(512, longest)]),
+        (
+            "train.tokens_per_microbatch",
+            [tokens for tokens in halves if tokens >= max(512, longest / train.sequence_parallel)],
+        ),
         ("train.activation_checkpointing", [True] * (not train.activation_checkpointing)),
+        ("train.offload_activations", [True] * (on_gpu and not train.offload_activations)),
         ("train.dtype", ["bfloat16"] * (train.dtype == "float32")),
         ("engine.max_model_len", [longest // 2] * (longest > 1024)),
         ("train.offload_optimizer", [True] * (on_gpu and not train.offload_optimizer)),

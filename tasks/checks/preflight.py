@@ -45,6 +45,7 @@ from storage.tracking.trackers import check_trackers
 from tasks.checks.memory_plan import check_memory
 from tasks.checks.trial import check_tasks, errors_of_users, play_tasks
 from trainers.model.fetch import local_folder, own_folder
+from trainers.model.kinds import team_refusal
 from trainers.model.weight_index import check_model_folder
 
 logger = logging.getLogger("millrace.preflight")
@@ -204,6 +205,8 @@ def check_devices(config: RunConfig) -> None:
             f"engine.vllm.tensor_parallel_size = {tensor_parallel} does not divide the model's {num_heads} attention "
             "heads; lower it to a divisor"
         )
+    if train.sequence_parallel > 1 and (reason := team_refusal(about_model(config), train.sequence_parallel)):
+        raise InvalidInput(reason)
     gpu_ranks = train.num_ranks if train.device != "cpu" else 0
     shares = max(1, num_engines * parts + gpu_ranks)
     check_shares(nodes, num_workers=shares, gpus_per_engine=parts if num_engines else 1, num_ranks=gpu_ranks)

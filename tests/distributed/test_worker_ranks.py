@@ -11,13 +11,14 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from infra.weight_broadcast import Broadcast, receive, send
@@ -41,13 +42,16 @@ from tests.unit.trainers.builders import (
 )
 from trainers import run_trainer
 from trainers.data.samples import Samples, gather_samples
+from trainers.model import stored
 from trainers.model.distributed import agreed, num_ranks, on_every_rank, on_first_rank, rank
+from trainers.model.stored import as_stored
 from trainers.worker import TrainerWorker
 
 _GROUPS = {"one": 1, "another": 1, "two": 2}
 _NUM_STEPS = 4
 _FAILURES = {
     "full": ["OSError", "RankFailed"],
+    "unwritten": ["RankFailed", "OSError"],
     "unanswered": ["OSError", "RankFailed"],
     "conflict": ["Conflict"] * 2,
     "damaged": ["DamagedShard"] * 2,
@@ -89,6 +93,13 @@ def _refuse(*_: object, **__: object) -> None:
     raise OSError("the store is full")
 
 
+def _unwritten(causal_lm: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As what a rank has gathered, and not as the plan of the file, which all ranks make."""
+    if any(not tensor.is_meta for tensor in weights.values()):
+        raise OSError("the disk is full")
+    return as_stored(causal_lm, weights)
+
+
 def _damaged(*_: object, **__: object) -> None:
     raise DamagedShard("shard-2", "sha256 differs")
 
@@ -117,6 +128,8 @@ def _two_ranks(folder: Path) -> dict[str, Any]:
     claim = _claim(folder)
     with patch.object(worker._policies, "put", _refuse):
         seen["full"] = _failure(lambda: _train(worker, claim))
+    with patch.object(stored, "as_stored", _unwritten if rank() == 1 else as_stored):
+        seen["unwritten"] = _failure(lambda: _train(worker, claim))
     steps = [_train(worker, claim)]
     claim = _claim(folder)
     with patch.object(worker._log, "append", unanswered):
@@ -199,7 +212,8 @@ def test_what_is_done_on_every_rank_is_known_to_all_and_a_failure_names_whose_it
 
 
 def test_a_step_that_fails_on_one_rank_fails_on_all(seen: list[dict[str, Any]]) -> None:
-    """A store that is full, an answer that is lost, another session, a damaged shard, and different batches."""
+    """A store that is full, a share of a policy that cannot be written, an answer that is lost, another session, a
+    damaged shard, and different batches."""
     kinds = {what: [rank_seen[what][0] for rank_seen in seen] for what in seen[0] if what in _FAILURES}
     assert kinds == _FAILURES
     assert seen[0]["full"][1] == "the store is full"

@@ -9,6 +9,8 @@ grows with Σ length², not with (Σ length)².
     capped scores, sinks   the same, with the formula written out, some queries at a time
     … short, on a CPU      in half precision: SDPA forward, and backward in float32, a third of the time
 
+In a team (`teams.py`) each rank does so for some of the heads, between two all-to-alls.
+
 transformers calls `packed_attention` by the name `PACKED_ATTENTION`, and `packed_mask` for what a token may see. Where
 the sequences stand says the layout that `layout.in_layout` has set.
 """
@@ -27,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from settings.errors import InvalidInput
-from trainers.model.layout import Batch, current_layout, from_places, to_places
+from trainers.model.layout import Batch, Layout, current_layout, from_places, to_places
+from trainers.model.teams import own_heads, to_heads, to_tokens
 
 PACKED_ATTENTION = "millrace_packed"
 
@@ -119,10 +122,28 @@ def packed_attention(
         sight = None
     # Views both ways: the gradient of an index, as in tensor[0], is a copy.
     by_token = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
-    is_plain = softcap is None and s_aux is None
+    options = {"scaling": scaling, "softcap": softcap}
+    if (team := layout.team) is None:
+        return _within_sequences(by_token, layout, sight, sinks_H=s_aux, **options)[None], None
+    by_token = to_heads(*by_token, team=team, num_tokens=layout.num_computed)
+    sinks_H = None if s_aux is None else own_heads(s_aux, team)
+    return to_tokens(_within_sequences(by_token, layout, sight, sinks_H=sinks_H, **options), team)[None], None
+
+
+def _within_sequences(
+    by_token: Sequence[torch.Tensor],
+    layout: Layout,
+    sight: Sight | None,
+    *,
+    scaling: float | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of queries, keys and values of all computed tokens, each [U, heads, width]."""
+    is_plain = softcap is None and sinks_H is None
     has_flash = is_plain and (sight is None or sight.window is not None) and _has_flash_kernel(by_token[0])
     one_by_one = layout.is_one_by_one and sight is None
-    if has_flash and not (one_by_one and torch.cuda.get_device_capability(query.device) >= (9, 0)):  # Hopper
+    if has_flash and not (one_by_one and torch.cuda.get_device_capability(by_token[0].device) >= (9, 0)):  # Hopper
         from torch.nn.attention.varlen import varlen_attn
 
         query_THd, key_TGd, value_TGd = (to_places(tensor, layout.end_to_end) for tensor in by_token)
@@ -138,16 +159,16 @@ def packed_attention(
             window_size=(-1 if sight is None or sight.window is None else sight.window - 1, 0),
             enable_gqa=query_THd.shape[1] != key_TGd.shape[1],
         )
-        return from_places(output_THd, layout.end_to_end)[None], None
+        return from_places(output_THd, layout.end_to_end)
     query_PHd, key_PGd, value_PGd = (to_places(tensor, layout.side_by_side) for tensor in by_token)
     formula = (
         functools.partial(_attention, scale=scaling, sight=sight, short=_SHORT if layout.arithmetic >= 2 else 0)
         if is_plain
-        else functools.partial(_written_out, scale=scaling, sight=sight, softcap=softcap, sinks_H=s_aux)
+        else functools.partial(_written_out, scale=scaling, sight=sight, softcap=softcap, sinks_H=sinks_H)
     )
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True) if has_flash else nullcontext():
         outputs = _batched(formula, (query_PHd, key_PGd, value_PGd), layout.batches)
-    return from_places(outputs, layout.side_by_side)[None], None
+    return from_places(outputs, layout.side_by_side)
 
 
 def _has_flash_kernel(query_THd: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 from trainers.data.packing import distribute_groups, pack_groups, position_ids, shared_tokens, work_of
 from trainers.data.samples import Samples
 from trainers.model.layout import Layout
+from trainers.model.teams import Team
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Pack:
     position_ids: torch.Tensor
     sequences: torch.Tensor  # which sequence of the pack a token belongs to, int64
     layout: Layout  # where the sequences stand, and which of their tokens are the same
-    positions: torch.Tensor  # where a sampled token is predicted: prompts and tools need no logits. Shape [N].
+    positions: torch.Tensor  # where this rank predicts a sampled token: prompts and tools need no logits. Shape [N].
     values: Mapping[str, torch.Tensor]  # whatever else was asked for per token, by name
     tokens: np.ndarray  # where each token stands in the samples' flat arrays
     is_last: np.ndarray  # true on a token that nothing follows: that of a row of one
@@ -48,11 +49,12 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How rows are spread over ranks."""
+    """How rows are spread over ranks, or over teams of ranks, which share packs."""
 
-    rank: int
+    rank: int  # this one's number, or that of its team
     world_size: int
     attention_length: float = math.inf  # ranks get as much arithmetic (`packing.work_of`); infinite: as many tokens
+    team: Team | None = None
 
 
 def attention_length(causal_lm: nn.Module) -> float:
@@ -94,10 +96,10 @@ def packs_of(
             packs.sort(key=lambda pack: -work[share[pack]].sum())
     mine = [rows[shares[spread.rank][pack]] for pack in packed[spread.rank]]
     for pack in mine:
-        yield build_pack(samples, pack, mask_T=mask_T, values=values, device=device)
+        yield build_pack(samples, pack, mask_T=mask_T, values=values, device=device, team=spread.team)
     shortest = rows[[int(np.argmin(lengths))]]
     for _ in range(max(map(len, packed)) - len(mine)):
-        yield build_pack(samples, shortest, mask_T=None, values=values, device=device)
+        yield build_pack(samples, shortest, mask_T=None, values=values, device=device, team=spread.team)
 
 
 def build_pack(
@@ -107,8 +109,9 @@ def build_pack(
     mask_T: np.ndarray | None,
     values: Mapping[str, np.ndarray],
     device: torch.device,
+    team: Team | None = None,
 ) -> Pack:
-    """The pack of these rows; an idle one without a mask."""
+    """The pack of these rows; an idle one without a mask. A team's ranks get the same, but for their positions."""
     lengths = _num_predicting(samples, rows)
     before = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     tokens = np.repeat(samples.offsets[rows] - before, lengths) + np.arange(lengths.sum())
@@ -120,20 +123,24 @@ def build_pack(
         moved[is_last] = 0
         return torch.from_numpy(moved).to(device)
 
-    positions = np.flatnonzero(samples.mask_T[next_token] & ~is_last)
+    layout = Layout(
+        lengths,
+        device=device,
+        computed_T=shared_tokens(samples.input_ids_T[tokens], lengths),
+        arithmetic=samples.arithmetic,
+        team=team,
+    )
+    positions = np.flatnonzero(samples.mask_T[next_token] & ~is_last & layout.is_own_T.numpy())
+    if not len(positions) and team is None:
+        positions = np.zeros(1, np.int64)
     return Pack(
         input_ids=torch.from_numpy(samples.input_ids_T[tokens]).to(device).long(),
         targets=shifted(samples.input_ids_T).long(),
         mask=shifted((np.zeros(len(samples.mask_T)) if mask_T is None else mask_T).astype(np.float32)),
         position_ids=position_ids(lengths).to(device),
         sequences=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)).to(device),
-        layout=Layout(
-            lengths,
-            device=device,
-            computed_T=shared_tokens(samples.input_ids_T[tokens], lengths),
-            arithmetic=samples.arithmetic,
-        ),
-        positions=torch.from_numpy(positions if len(positions) else np.zeros(1, np.int64)).to(device),
+        layout=layout,
+        positions=torch.from_numpy(positions).to(device),
         values={name: shifted(values_T) for name, values_T in values.items()},
         tokens=tokens,
         is_last=is_last,

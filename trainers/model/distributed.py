@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -51,8 +52,9 @@ def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def start_process_group(device: torch.device) -> DeviceMesh:
-    """Join the process group torchrun's variables describe, or make one of a single rank."""
+def start_process_group(device: torch.device, *, num_replicas: int = 1) -> DeviceMesh:
+    """Join the process group torchrun's variables describe, or make one of a single rank. Returns the mesh that the
+    model is sharded over: all ranks, or neighbouring ones, and replicas of that."""
     if not dist.is_initialized():
         backend = "gloo"
         if device.type == "cuda":
@@ -64,7 +66,10 @@ def start_process_group(device: torch.device) -> DeviceMesh:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = tcp_store(address, port, size, rank=rank, patience=dist.default_pg_timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    return init_device_mesh(device.type, (dist.get_world_size(),))
+    if num_replicas == 1:
+        return init_device_mesh(device.type, (dist.get_world_size(),))
+    shape = (num_replicas, dist.get_world_size() // num_replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def num_ranks() -> int:
@@ -101,11 +106,41 @@ def shard(
             setattr(module, name, buffer.to(mesh.device_type))
 
 
+def kept_on_host() -> saved_tensors_hooks:
+    """Inside, what a forward pass keeps for the backward pass is kept in host memory; parameters, which FSDP2 gathers
+    again, stay where they are."""
+    host = save_on_cpu(pin_memory=torch.cuda.is_available())
+
+    def pack(tensor: torch.Tensor) -> Any:
+        is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        return tensor if is_weight else host.pack_hook(tensor)
+
+    return saved_tensors_hooks(pack, lambda kept: kept if isinstance(kept, torch.Tensor) else host.unpack_hook(kept))
+
+
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a possibly sharded tensor, on the CPU. Every rank must call it. One rank on a CPU has it already: it
     is the same memory."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) and num_ranks() > 1 else local(tensor)
     return whole.detach().cpu()
+
+
+def gathered(tensor: torch.Tensor, *, to: int) -> torch.Tensor | None:
+    """The whole of a possibly sharded tensor, on the CPU of the rank `to`; None on all others, which send it no more
+    than their shards. Every rank must call it."""
+    whole = local(tensor).detach()
+    if isinstance(tensor, DTensor) and num_ranks() > 1:
+        mesh = tensor.device_mesh
+        group = mesh.get_group(mesh.ndim - 1)  # of several replicas that of `to` does it
+        members = dist.get_process_group_ranks(group)
+        if to not in members:
+            return None
+        own = whole.new_zeros(-(-tensor.shape[0] // len(members)), *tensor.shape[1:])  # as `torch.chunk` divides it
+        own[: len(whole)] = whole
+        shards = [torch.empty_like(own) for _ in members] if rank() == to else None
+        dist.gather(own, shards, dst=to, group=group)
+        whole = torch.cat(shards)[: tensor.shape[0]] if shards is not None else whole
+    return whole.cpu() if rank() == to else None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,11 +158,12 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
             target.copy_(source)
 
 
-def sum_over_ranks(values: np.ndarray, *, device: torch.device) -> np.ndarray:
-    """Element-wise sum over all ranks, of the same shape and type; exact where only one rank has a number but 0."""
+def sum_over_ranks(values: np.ndarray, *, device: torch.device, counts: bool = True) -> np.ndarray:
+    """Element-wise sum over all ranks whose values are to count, of the same shape and type; exact where only one rank
+    has a number but 0."""
     if num_ranks() == 1:
         return values
-    total = torch.tensor(values, device=device)
+    total = torch.tensor(values if counts else np.zeros_like(values), device=device)
     dist.all_reduce(total)
     summed: np.ndarray = total.cpu().numpy()
     return summed

@@ -20,6 +20,7 @@ from torch import nn
 
 from trainers.model.kinds import decoder_of
 from trainers.model.layout import Layout
+from trainers.model.teams import Team, of_all_tokens
 
 _TOKENS = "expert_tokens/"
 ROUTER_TERMS = ("router_balance", "router_z")
@@ -58,6 +59,10 @@ class Routers:
                 self.seen.append(Routed(parts[index].flatten(0, -2), choices[0].flatten(0, -2)))
 
         return note
+
+    def share(self, team: Team, *, num_tokens: int) -> None:
+        """What the ranks of a team have seen, each of its stretch, becomes known to all of them."""
+        self.seen = [Routed(*(of_all_tokens(part, team, num_tokens=num_tokens) for part in each)) for each in self.seen]
 
     def __enter__(self) -> None:
         self.seen, self._is_noting = [], True

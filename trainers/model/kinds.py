@@ -19,6 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from settings.errors import InvalidInput
+
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 STATEFUL = {"linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"}
 BY_TOKEN = {"moe", "mlp", "dense", "sparse"}
@@ -37,6 +39,8 @@ _NOT_PACKED = {
 """Architectures that a trial refuses, by reason: a `config.json` need not say what its layers are."""
 _BY_LENGTH = {"dynamic"}
 """Kinds of rotary embedding that depend on the longest row. Of `longrope` see `num_positions`."""
+_OF_A_STATE = re.compile(r"^(mamba|ssm|conv|linear_conv|lru)_")
+"""Keys of a configuration that only models with such layers have."""
 _WITHOUT_CONVOLUTION = ("LightningAttention",)
 """Ends of names of classes that keep a state; others have a convolution over tokens among their parts."""
 
@@ -89,18 +93,57 @@ def _causal_lm(model_type: str) -> str:
 
 def pack_layers(causal_lm: Any) -> bool:
     """Compute the layers in packs, in place; False for a model that does not let its attention be replaced."""
-    from torch import nn
-
     from trainers.model.attention import PACKED_ATTENTION
     from trainers.model.layout import run_side_by_side
 
     causal_lm.set_attn_implementation(PACKED_ATTENTION)
-    for module in decoder_of(causal_lm).layers.modules():
-        has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
-        if has_convolution or type(module).__name__.endswith(_WITHOUT_CONVOLUTION):
-            module.forward = functools.partial(run_side_by_side, module.forward)
+    for module in parts_with_state(causal_lm):
+        module.forward = functools.partial(run_side_by_side, module.forward)
     is_replaced: bool = decoder_of(causal_lm).config._attn_implementation == PACKED_ATTENTION
     return is_replaced
+
+
+def parts_with_state(causal_lm: Any) -> list[Any]:
+    """The modules that keep a state from token to token."""
+    from torch import nn
+
+    return [
+        module
+        for module in decoder_of(causal_lm).layers.modules()
+        if any(isinstance(child, nn.Conv1d) for child in module.children())
+        or type(module).__name__.endswith(_WITHOUT_CONVOLUTION)
+    ]
+
+
+def team_refusal(config: Mapping[str, Any], size: int) -> str:
+    """Why a row of a model with this `config.json` cannot be divided among `size` ranks; empty if nothing is known."""
+    about = config.get("text_config") or config
+    if STATEFUL.intersection(about.get("layer_types") or ()) or any(map(_OF_A_STATE.search, about)):
+        return _stateful(f"a model of type {config.get('model_type')!r}", size)
+    heads = about.get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
+        return (
+            f"train.sequence_parallel = {size} does not divide the model's {heads} attention heads, and each rank "
+            "computes some of them; lower it to a divisor"
+        )
+    return ""
+
+
+def refuse_team(causal_lm: Any, size: int) -> None:
+    """Raise `InvalidInput` for a model whose rows cannot be divided among `size` ranks."""
+    if size == 1:
+        return
+    if parts_with_state(causal_lm):
+        raise InvalidInput(_stateful(type(causal_lm).__name__, size))
+    if reason := team_refusal(causal_lm.config.to_dict(), size):
+        raise InvalidInput(reason)
+
+
+def _stateful(what: str, size: int) -> str:
+    return (
+        f"train.sequence_parallel = {size}: {what} has layers that carry a state from token to token (recurrent, or "
+        "convolutions), and a row of it cannot be divided among ranks; leave the setting out"
+    )
 
 
 def head_of(causal_lm: Any) -> Head:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from settings.errors import InvalidInput
 from trainers.data.packing import position_ids
 from trainers.data.samples import ARITHMETIC
+from trainers.model.teams import Team
 
 _SHORTEST_TO_LONGEST = 0.75
 """Sequences of at least this share of the longest stand in one batch with it: padding wastes at most a quarter."""
@@ -67,11 +68,13 @@ class Layout:
         device: torch.device,
         computed_T: torch.Tensor | None = None,
         arithmetic: int = ARITHMETIC,
+        team: Team | None = None,
     ) -> None:
         """`lengths` are those of the sequences. With `computed_T` (`trainers.data.packing.shared_tokens`, on the host)
-        what sequences begin with in common is computed once. Raises `ValueError` without a sequence, or for an empty
-        one."""
+        what sequences begin with in common is computed once. With a `team` each of its ranks computes a stretch of the
+        pack. Raises `ValueError` without a sequence, or for an empty one."""
         self._device = device
+        self.team = team
         self.arithmetic = arithmetic
         self.lengths_S = torch.as_tensor(lengths, dtype=torch.int64)  # on the host
         if not len(self.lengths_S) or int(self.lengths_S.min()) < 1:
@@ -96,6 +99,43 @@ class Layout:
                 self.batches[-1] = Batch(self.batches[-1].num_sequences + 1, self.batches[-1].length)
             else:
                 self.batches.append(Batch(1, length))
+
+    @functools.cached_property
+    def num_computed(self) -> int:
+        """How many tokens the model computes, on all ranks of the team."""
+        return int(self._computed_T.max()) + 1
+
+    @functools.cached_property
+    def taken_S(self) -> torch.Tensor | None:
+        """The token of the pack that each state of this rank is of, on the device; None: a state for each token."""
+        if self.computed_T is None and self.team is None:
+            return None
+        first_U = self.end_to_end.place_U
+        if self.team is None:
+            return first_U
+        return first_U.index_select(0, self.team.stretch(self.num_computed).to(self._device))
+
+    @functools.cached_property
+    def is_own_T(self) -> torch.Tensor:
+        """True for the tokens whose states this rank computes; on the host."""
+        if self.team is None:
+            return torch.ones(len(self._computed_T), dtype=torch.bool)
+        return self._computed_T // self.team.length(self.num_computed) == self.team.rank
+
+    @functools.cached_property
+    def own_positions(self) -> torch.Tensor | None:
+        """The numbers of these tokens, on the device; None without a team: all."""
+        return None if self.team is None else self.is_own_T.nonzero()[:, 0].to(self._device)
+
+    def states_at(self, positions_N: torch.Tensor | None) -> torch.Tensor | None:
+        """The row of this rank's states that each position's state is in; None: one for each token, in order. With a
+        team the positions are this rank's own."""
+        rows_N = positions_N
+        if self.computed_T is not None:
+            rows_N = self.computed_T if positions_N is None else self.computed_T.index_select(0, positions_N)
+        if self.team is None or rows_N is None:
+            return rows_N
+        return rows_N - self.team.rank * self.team.length(self.num_computed)
 
     @functools.cached_property
     def end_to_end(self) -> Places:

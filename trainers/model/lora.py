@@ -28,7 +28,7 @@ from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE, seal_folder
 from storage.policies.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SAVED_PREFIX, adapter_layers, has_adapter
 from trainers.model.distributed import copy_into, full
 from trainers.model.kinds import decoder_of
-from trainers.model.stored import as_stored, stored_dtypes, write_weights
+from trainers.model.stored import stored_dtypes, write_weights
 from trainers.model.weight_index import INDEX_FILE
 
 _NAME = "default"  # of the only adapter
@@ -171,6 +171,6 @@ def merge_adapter(base_folder: Path, adapter_folder: Path, folder: Path) -> str:
         for layer, (a, b) in adapter_layers(adapter_folder / ADAPTER_WEIGHTS).items():
             merged.get_submodule(layer).weight += b.float() @ a.float() * (config["lora_alpha"] / config["r"])
     shutil.copytree(base_folder, folder, ignore=shutil.ignore_patterns(DIGEST_FILE, "*.safetensors", INDEX_FILE))
-    weights = as_stored(merged, dict(merged.named_parameters()))
-    write_weights(weights, base_folder, folder / WEIGHTS_FILE, dtypes=stored_dtypes(base_folder))
+    dtypes = stored_dtypes(base_folder)
+    write_weights(merged, dict(merged.named_parameters()), base_folder, folder / WEIGHTS_FILE, dtypes=dtypes)
     return seal_folder(folder)

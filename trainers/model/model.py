@@ -6,18 +6,22 @@ a mask over its tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from settings.errors import InvalidInput
+from trainers.model.distributed import kept_on_host
 from trainers.model.experts import Routers
 from trainers.model.kinds import Head, decoder_of
 from trainers.model.layout import Layout, checkpointed, in_layout
 from trainers.model.logprobs import linear_logprobs
+from trainers.model.teams import on_all
 from trainers.model.trial import replace_attention
 
 if TYPE_CHECKING:
@@ -27,13 +31,21 @@ if TYPE_CHECKING:
 class PolicyModel(nn.Module):
     """A causal LM whose forward returns (logprobs, entropy) of given targets, each of shape [T]."""
 
-    def __init__(self, causal_lm: nn.Module, *, logits_gib: float = 0.5, compile: bool = False) -> None:
+    def __init__(
+        self,
+        causal_lm: nn.Module,
+        *,
+        logits_gib: float = 0.5,
+        compile: bool = False,
+        offload_activations: bool = False,
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.head = Head()
         self.routers = Routers(causal_lm)
         self._tile_bytes = int(logits_gib * 2**30)
         self._compile = compile
+        self._kept: Callable[[], AbstractContextManager[Any]] = kept_on_host if offload_activations else nullcontext
 
     def forward(
         self,
@@ -47,7 +59,9 @@ class PolicyModel(nn.Module):
         positions_N: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sequences stand end to end; `layout` says where. With `positions_N`, both results are computed at these
-        positions alone and are 0 elsewhere. The entropy has a gradient only with `entropy_grad`."""
+        positions alone and are 0 elsewhere; in a team each rank computes those of its own stretch, and all get all. The
+        entropy has a gradient only with `entropy_grad`."""
+        positions_N = layout.own_positions if positions_N is None else positions_N
         hidden_TD = self.hidden(input_ids_T, position_ids_T, layout, positions_N=positions_N)
         if positions_N is not None:
             targets_T = targets_T.index_select(0, positions_N)
@@ -67,7 +81,9 @@ class PolicyModel(nn.Module):
         if positions_N is None:
             return logprobs, entropy
         zeros_T = logprobs.new_zeros(len(input_ids_T))
-        return zeros_T.index_copy(0, positions_N, logprobs), zeros_T.index_copy(0, positions_N, entropy)
+        of_own = (zeros_T.index_copy(0, positions_N, values_N) for values_N in (logprobs, entropy))
+        logprobs_T, entropy_T = (on_all(values_T, layout.team) for values_T in of_own)
+        return logprobs_T, entropy_T
 
     def hidden(
         self,
@@ -78,18 +94,18 @@ class PolicyModel(nn.Module):
         positions_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The last layer's normalised states, [T, D]: what the output matrix, or a critic's head, is applied to. With
-        `positions_N` only those, [N, D]."""
-        computed_T = layout.computed_T
-        if computed_T is not None:
-            first_U = layout.end_to_end.place_U
-            input_ids_T, position_ids_T = input_ids_T.index_select(0, first_U), position_ids_T.index_select(0, first_U)
-            positions_N = computed_T if positions_N is None else computed_T.index_select(0, positions_N)
-        with in_layout(layout), self.routers:
+        `positions_N` only those, [N, D]; in a team those of `layout.own_positions`, or these of them."""
+        positions_N = layout.own_positions if positions_N is None else positions_N
+        if (taken_S := layout.taken_S) is not None:
+            input_ids_T, position_ids_T = input_ids_T.index_select(0, taken_S), position_ids_T.index_select(0, taken_S)
+        with in_layout(layout), self.routers, self._kept():
             states: torch.Tensor = decoder_of(self.causal_lm)(
                 input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False
             ).last_hidden_state
-        states_TD = states.squeeze(0)
-        return states_TD if positions_N is None else states_TD.index_select(0, positions_N)
+        if layout.team is not None:
+            self.routers.share(layout.team, num_tokens=layout.num_computed)
+        states_SD, rows_N = states.squeeze(0), layout.states_at(positions_N)
+        return states_SD if rows_N is None else states_SD.index_select(0, rows_N)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -104,6 +120,7 @@ def load_model(
     *,
     lora: LoraSettings | None = None,
     activation_checkpointing: bool = False,
+    offload_activations: bool = False,
     compile: bool = False,
     logits_gib: float = 0.5,
     dtype: torch.dtype = torch.float32,
@@ -112,8 +129,9 @@ def load_model(
     """A policy folder as a module of type `dtype` with exact packed attention, on the CPU and in evaluation mode.
 
     `activation_checkpointing` keeps only each layer's input and computes the layer again in the backward pass;
-    `compile` compiles every layer. Neither changes names of parameters, and both work under a later `fully_shard`.
-    `logits_gib` bounds what a pack's logits take at a time. With `lora`, only adapters are trained, drawn from `seed`.
+    `offload_activations` keeps in host memory what is kept of the layers; `compile` compiles every layer. None of them
+    changes names of parameters, and all work under a later `fully_shard`. `logits_gib` bounds what a pack's logits take
+    at a time. With `lora`, only adapters are trained, drawn from `seed`.
 
     Raises `OSError` or `ValueError` when the folder is no HF model, and `ValueError` for an architecture without
     decoder layers, or one whose packed logprobs are not those of transformers' own forward pass.
@@ -134,7 +152,7 @@ def load_model(
     computed = {*decoder_of(causal_lm).parameters(), *causal_lm.get_output_embeddings().parameters()}
     for parameter in causal_lm.parameters():
         parameter.requires_grad_(parameter in computed)  # not of an encoder of images
-    model = PolicyModel(causal_lm, logits_gib=logits_gib, compile=compile)
+    model = PolicyModel(causal_lm, logits_gib=logits_gib, compile=compile, offload_activations=offload_activations)
     replace_attention(model, folder)
     if lora is not None:
         from trainers.model.lora import add_adapters

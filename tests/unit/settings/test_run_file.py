@@ -150,6 +150,19 @@ _DISTILL = "train.advantage = 'distill'; train.reference = {kind = 'model', mode
         ("n_samples = 1; rollout.min_usable = 1", "use n_samples of 2 or more"),
         ("rollout.num_workers = 0", "leaves no worker to evaluate; set evaluation.own_engine = true"),
         ("n_samples = 2; rollout.min_usable = 3", "rollout.min_usable = 3 is above n_samples = 2"),
+        (
+            "train.num_ranks = 4; train.sequence_parallel = 3",
+            "train.num_ranks = 4 is no multiple of train.sequence_parallel = 3, the ranks of a pack; raise",
+        ),
+        (
+            "train.num_ranks = 4; train.num_replicas = 8",
+            "train.num_ranks = 4 is no multiple of train.num_replicas = 8, the copies of the model",
+        ),
+        (
+            "train.num_ranks = 2; train.sequence_parallel = 2; train.tokens_per_microbatch = 64; "
+            "engine.max_model_len = 129; sampling.max_tokens = 99",
+            "train.tokens_per_microbatch = 64 on 2 ranks (train.sequence_parallel) is below engine.max_model_len = 129",
+        ),
         ("batch_size = 2; train.num_minibatches = 3", "train.num_minibatches = 3 is above batch_size = 2"),
         ("sampling.max_tokens = 64; engine.max_model_len = 64", "leaves no room for a prompt"),
         (f"{_REINFORCE}; rollout.drop_uniform_groups = true", "rejects every group; raise n_samples"),

@@ -60,7 +60,14 @@ def test_a_forward_and_a_backward_pass_mix_no_devices(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"dtype": "bfloat16"}, {"offload_optimizer": True}, {"advantage": "gae"}, {"compile": True}],
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"offload_optimizer": True},
+        {"offload_activations": True},
+        {"advantage": "gae"},
+        {"compile": True},
+    ],
     ids=str,
 )
 def test_a_step_on_a_gpu_is_that_of_the_cpu_and_goes_on_after_a_resume(

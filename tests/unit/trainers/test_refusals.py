@@ -36,6 +36,7 @@ from trainers.refusals import (
         ("", {"device": "cuda"}, "torch sees no GPU; use 'auto' or 'cpu'"),
         ("", {"offload_optimizer": True}, "offload_optimizer is for GPUs"),
         ("gpu", {"offload_optimizer": True, "device": "cpu"}, "offload_optimizer is for GPUs"),
+        ("", {"offload_activations": True}, "offload_activations is for GPUs"),
         ("gpu", {"dtype": "bfloat16"}, "has no bfloat16; use 'float32'"),
         ("", {"device": "cuda", "offload_optimizer": True}, r"(?s)sees no GPU.*offload_optimizer"),
         ("", {"compile": True}, r"needs a C\+\+ compiler"),
@@ -123,10 +124,15 @@ def test_each_bad_shard_has_its_own_reason_also_in_another_process() -> None:
 def test_a_row_that_does_not_fit_into_a_forward_pass_is_named() -> None:
     rows = [row_of([2] * 99, group=group) for group in (0, 1)]
     samples = dataclasses.replace(samples_of(rows), group_ids=["0.x", "0.y"])
-    refuse_long_rows(samples, tokens_per_microbatch=100)
+    settings = TrainSettings(tokens_per_microbatch=100)
+    refuse_long_rows(samples, settings)
     longer = dataclasses.replace(samples, offsets=np.array([0, 99, 200]))
     with pytest.raises(ValueError, match=r"group 0.y has a row of 101 tokens, above train.tokens_per_microbatch = 100"):
-        refuse_long_rows(longer, tokens_per_microbatch=100)
+        refuse_long_rows(longer, settings)
+    together = TrainSettings(tokens_per_microbatch=50, num_ranks=2, sequence_parallel=2)
+    refuse_long_rows(samples, together)
+    with pytest.raises(ValueError, match=r"= 50 on each of 2 ranks \(train.sequence_parallel\), and a sequence"):
+        refuse_long_rows(longer, together)
 
 
 def test_the_vocabulary_s_digest_is_the_one_rollout_workers_write(tmp_path: Path) -> None:

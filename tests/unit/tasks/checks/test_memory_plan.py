@@ -103,6 +103,24 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_what_would(
             check_memory(_gsm8k(**{**overrides, key: json.loads(value)}), QWEN, here)
 
 
+def test_replicas_take_weights_again_and_offloaded_activations_are_the_machine_s() -> None:
+    many = {"train.num_ranks": 4, "train.sequence_parallel": 2, "rollout.num_workers": 0, "evaluation.every": 0}
+    here = _cards(24, 24, 24, 24)
+
+    def parts(**overrides: Any) -> list[dict[str, int]]:
+        plan = memory_plan(_gsm8k(**many, **overrides), QWEN, here)
+        return [demand.parts for device in plan for demand in device.demands if "driver" not in demand.process]
+
+    rank = parts()[0]
+    assert rank["weights"] == PARAMETERS
+    replicated = parts(**{"train.num_replicas": 2})[0]
+    assert replicated == {**rank, **{name: 2 * rank[name] for name in ("weights", "gradients and moments")}}
+    *ranks, offloaded = parts(**{"train.offload_activations": True})
+    assert len(ranks) > 4 and offloaded == {"activations": rank["activations"]}
+    assert ranks[0] == {**rank, "activations": ranks[0]["activations"]}
+    assert ranks[0]["activations"] < rank["activations"] / 10
+
+
 def test_a_model_that_is_not_here_and_another_cluster_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_plan(_gsm8k(), {}, _cards(24)) == []
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")

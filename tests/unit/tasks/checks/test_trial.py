@@ -199,6 +199,10 @@ def test_an_error_that_another_reply_might_not_cause_is_a_warning(
         ({"vllm": {"max_num_seqs": "many"}}, "engine.vllm.max_num_seqs = 'many': .* a valid integer"),
         ({"vllm": {"dtype": "float99"}}, "engine.vllm.dtype = 'float99': .* 'bfloat16', 'float' or 'float32'"),
         ({"vllm": {"tensor_parallel_size": 3}}, "does not divide the model's 4 attention heads"),
+        (
+            {"num_ranks": 3, "sequence_parallel": 3},
+            "train.sequence_parallel = 3 does not divide the model's 4 attention heads",
+        ),
         ({"num_ranks": 10_000}, "of this machine.*10000 × trainer.*fits: train.num_ranks = 1"),
         ({"batch_size": 7}, "batch_size = 7 prompts, but split 'train' has 3 tasks, .* up to 3 times: .* at most 3"),
         ({"tracking": "http://127.0.0.1:9"}, "tracking = 'http://127.0.0.1:9': no server answers"),

@@ -1,5 +1,6 @@
 """Every architecture that loads: packs are exact, and a policy has what its base stores. Others: why they do not."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from settings.errors import InvalidInput
 from tests.architectures import packed_and_alone, tiny_config, tiny_folder
 from trainers.checkpoint import load_weights, save_policy
 from trainers.model import layout
+from trainers.model.kinds import parts_with_state, refuse_team, team_refusal
 from trainers.model.model import load_model
 from trainers.model.stored import as_stored, refuse_unstored
 
@@ -83,6 +85,18 @@ def test_what_is_in_no_row_of_the_table_is_refused_by_name(
     tiny_folder(tmp_path, tiny_config(model_type, **changes))
     with pytest.raises(InvalidInput, match=f"(ForCausalLM|LMHeadModel).*{reason}"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", _EACH)
+def test_a_configuration_says_whether_a_row_can_be_divided_among_ranks(model_type: str) -> None:
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(config)
+    keeps_state = bool(parts_with_state(causal_lm))
+    with pytest.raises(InvalidInput, match="carry a state") if keeps_state else contextlib.nullcontext():
+        refuse_team(causal_lm, 2)
+    assert ("carry a state" in team_refusal(config.to_dict(), 2)) == keeps_state
+    assert keeps_state or "does not divide the model's 4 attention heads" in team_refusal(config.to_dict(), 3)
 
 
 _STATEFUL = ["qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h"]

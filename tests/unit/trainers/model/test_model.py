@@ -19,6 +19,7 @@ from transformers import (
 
 from tests.unit.trainers.builders import load_causal_lm, logprobs_alone, tiny_model
 from trainers.data.packing import position_ids, shared_tokens
+from trainers.model import distributed
 from trainers.model.distributed import full, shard, start_process_group
 from trainers.model.layout import Layout
 from trainers.model.model import PolicyModel, load_model
@@ -140,8 +141,13 @@ def test_computing_only_wanted_positions_and_a_shared_beginning_once_changes_no_
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("options", [{"activation_checkpointing": True}, {"compile": True}], ids=["again", "compiled"])
-def test_recomputing_and_compiling_change_no_gradient(
+@pytest.mark.parametrize(
+    "options",
+    [{"activation_checkpointing": True}, {"activation_checkpointing": True, "offload_activations": True}]
+    + [{"compile": True}, {"offload_activations": True}],
+    ids=["again", "again offloaded", "compiled", "offloaded"],
+)
+def test_recomputing_compiling_and_offloading_change_no_gradient(
     tiny_folder: Path, options: dict[str, bool], sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # All of torch.compile but the C++ compiler, which takes a minute.
@@ -157,7 +163,31 @@ def test_recomputing_and_compiling_change_no_gradient(
         logprobs, _ = _packed(model, temperature=0.9)
         gradients.append(_gradients(model, (logprobs * torch.linspace(-1, 2, len(logprobs))).sum()))
     _assert_equal(*gradients, atol=1e-5)
-    assert "compile" in options or len(runs) == 2, "once more in the backward pass"
+    assert len(runs) == 2 or "activation_checkpointing" not in options, "once more in the backward pass"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_offloaded_is_what_layers_keep_but_for_weights(
+    tiny_folder: Path, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[torch.Tensor] = []
+
+    def host(*, pin_memory: bool) -> Any:
+        hooks: Any = torch.autograd.graph.save_on_cpu(pin_memory)
+        pack = hooks.pack_hook
+        hooks.pack_hook = lambda tensor: moved.append(tensor) or pack(tensor)
+        return hooks
+
+    monkeypatch.setattr(distributed, "save_on_cpu", host)
+    model = load_model(tiny_folder, offload_activations=True, activation_checkpointing=again)
+    shard(model, model.layers, mesh=start_process_group(torch.device("cpu")), dtype=torch.float32)
+    _packed(model, temperature=0.9)[0].sum().backward()
+    shapes = {tuple(parameter.shape) for parameter in model.parameters()}
+    shapes |= {shape[::-1] for shape in shapes}
+    assert moved and not shapes.intersection(tuple(tensor.shape) for tensor in moved)
+    inputs = [tensor for tensor in moved if tensor.dim() == 3 and tensor.shape[2] == 32]
+    assert len(moved) < 20 if again else len(moved) > 40, "with recomputing, inputs of layers alone"
+    assert inputs
 
 
 _ROPE = {"rope_theta": 1e4, "factor": 4.0}
