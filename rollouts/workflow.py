@@ -59,6 +59,10 @@ def as_score(returned: object, run: Callable[..., object]) -> Score:
     with contextlib.suppress(TypeError):
         if returned is not None:
             return Score(reward=as_number(returned))
+    if inspect.iscoroutine(returned):
+        returned.close()  # or Python warns of it
+        what = f"{run.__qualname__} returned what was not awaited: write `await` before {returned.__qualname__}(…)"
+        raise WrongWorkflow(f"{what}. It is at {place_of(run)}")
     raise WrongWorkflow(
         f"{run.__qualname__} returned {type(returned).__name__}; one call plays one attempt and returns one Score "
         f"or a number, its reward. Grouping is `n_samples` in the run file. It is at {place_of(run)}"

@@ -372,6 +372,8 @@ def _explain(problem: Any) -> str:
         return f"{key}.kind = {problem['ctx']['tag']!r}: there are {problem['ctx']['expected_tags']}"
     if problem["type"] == "string_type" and isinstance(problem["input"], date | int | float):  # a bool is an int
         return f'{key} = {problem["input"]} is no text: put it into quotes, {key} = "{problem["input"]}"'
+    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{key} = {problem['input']!r} is no table: write its keys below [{key}]"
     message = problem["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
     return f"{key} = {problem['input']!r}: {message}" if key else message
 

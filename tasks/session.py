@@ -141,7 +141,8 @@ class RunSession:
         except Exception as problem:  # noqa: BLE001 - the error itself is what a person has to hear of
             if isinstance(problem, DiskFull) and is_disk_full(error):
                 return  # the command says it
-            logger.warning("the end of this session could not be told to everyone: %r", problem)
+            why = f"no answer in {LAST_WORDS_SECONDS:g} s" if isinstance(problem, TimeoutError) else repr(problem)
+            logger.warning("the end of this session could not be told to everyone (%s); the next start tells it", why)
 
 
 def _prepare() -> None:

@@ -276,15 +276,19 @@ def check_tokenizer(config: RunConfig | None) -> Finding:
 
 
 def check_won(config: RunConfig | None) -> Finding:
-    """The run file's workflow: its reference wins the tasks."""
+    """The run file's workflow: its first tasks can be played, and its reference wins them."""
     if config is None:
         return Finding("no run file given: nothing to play")
+    from rollouts.workflow import Workflow
     from tasks.checks.preflight import load_tasks, load_workflow
-    from tasks.checks.trial import check_references
+    from tasks.checks.trial import check_references, play_tasks
 
     workflow = load_workflow(config)
-    count = check_references(workflow, load_tasks(workflow, config), config)
-    return Finding(f"reference_reply wins {count} of the first tasks of each split")
+    play_tasks(workflow, tasks := load_tasks(workflow, config), config)
+    if type(workflow).reference_reply is Workflow.reference_reply:
+        return Finding("the first tasks of each split were played; the workflow has no reference_reply")
+    count = check_references(workflow, tasks, config)
+    return Finding(f"the first tasks of each split were played; reference_reply wins {counted(count, 'task')}")
 
 
 def check_vllm() -> Finding:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cli.terminal.arguments import AdoptOption, JsonOption, StoreOption, print_json
+from cli.terminal.arguments import AdoptOption, JsonOption, StoreOption, open_named, print_json
 from cli.terminal.console import open_console
 from cli.terminal.formatting import held_out
 
@@ -52,6 +52,7 @@ def evaluate_run(
     `changes` are settings of the run's own evaluation: `split`, `num_tasks`, `n_samples`, `temperature`. What cannot
     work is refused before anything heavy starts; so are other tasks than the run has had, unless `adopt_tasks`.
     """
+    open_named(run, store)  # before seconds of imports
     from cli.run.flow import HeadStart, imported_early, run_flow
     from flows.evaluate import begin, evaluate, plan_evaluation
     from tasks.session import reading_session

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cli.terminal.arguments import JsonOption, StoreOption, check_target, parse_overrides, print_json
+from cli.terminal.arguments import JsonOption, StoreOption, check_target, open_named, parse_overrides, print_json
 from cli.terminal.console import open_console
 from cli.terminal.formatting import number, plain_table
 from settings.errors import InvalidInput
@@ -73,6 +73,7 @@ def replay_run(
 
     `changes` are settings of the trainer by dotted key. What cannot work is refused before anything heavy starts.
     """
+    open_named(run, store)  # before seconds of imports
     from cli.run.flow import imported_early, run_flow
     from flows.replay import replay
     from settings.run_file import make_config, with_training_changes

@@ -162,6 +162,9 @@ class Chat:
         Raises `EngineError` when the engine fails and `OutOfRoom` when no token more fits.
         """
         schemas = [each.schema if isinstance(each, Tool) else each for each in tools]
+        if wrong := [each for each in schemas if not isinstance(each, dict)]:
+            name = getattr(wrong[0], "__name__", type(wrong[0]).__name__)
+            raise InvalidInput(f"tools: {name} is neither a function decorated with @tool nor a schema in a dictionary")
         if tools and self.tool_parser is None:
             raise InvalidInput("this Chat was made without a tool parser, so it cannot read tool calls")
         branch = self._branch_for(messages, schemas)

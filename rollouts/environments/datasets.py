@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.environments.rows import kind_of, read_rows
-from settings.errors import InvalidInput, NotFound, path_errors
+from settings.errors import InvalidInput, NotFound, failure_text, in_one_line, path_errors
 from storage.objects.hub import fetch_from_hub
 
 _TRAIN = ("train", "training")
 _HELD_OUT = (("validation", "valid", "dev", "val"), ("test", "testing", "eval", "evaluation"))
 
+_OF = re.compile(r"-of-(\d+)")
 _NUMBERED = re.compile(r"(.*?)(?:([-._ ]?)\d+(?:(-of-\d+).*)?)?", re.DOTALL)
 """A name without its number; of `train-00000-of-00002-a09b` that is `train`, and `-of-00002`."""
 
@@ -31,9 +32,9 @@ def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[d
     (`train.jsonl`, `test-00000-of-00001.parquet`, `dev/a.jsonl.gz`), unless README.md says it under `configs`. A file
     whose name says that it is for training is not held out for its folder's name, nor the other way round.
 
-    Raises `InvalidInput` for what is ambiguous: several configurations, a split in two formats, or all of a split
-    (`train`) beside others of its name (`train_old`, `train/`); and as `read_rows`. Raises `NotFound` if the folder has
-    no such split; for a hub id also as `storage.objects.hub.fetch_from_hub`.
+    Raises `InvalidInput` for one of two files `-of-2`, and for what is ambiguous: several configurations, a split in
+    two formats, or all of a split (`train`) beside others of its name (`train_old`, `train/`); and as `read_rows`.
+    Raises `NotFound` if the folder has no such split; for a hub id also as `storage.objects.hub.fetch_from_hub`.
     """
     path = Path(dataset).expanduser()
     with path_errors(f"dataset = {dataset!r}"):
@@ -68,6 +69,12 @@ def files_of(folder: Path, split: str, *, dataset: str, configuration: str = "")
     if len(formats := {(kind_of(file), file.suffix): file.name for file in files}) > 1:
         names = " and ".join(sorted(formats.values()))
         raise InvalidInput(f"dataset = {dataset!r}: split {split!r} is there in two formats, {names}; name one file")
+    wanted = {match[0]: int(match[1]) for file in files for match in _OF.finditer(file.name)}
+    for of, count in wanted.items():
+        if (there_are := sum(of in file.name for file in files)) != count:
+            raise InvalidInput(
+                f"dataset = {dataset!r}: split {split!r} has {there_are} of {count} files *{of}*; fetch all"
+            )
     return files
 
 
@@ -136,7 +143,9 @@ def _declared(folder: Path, dataset: str) -> dict[str, dict[str, Any]]:
         configs = DatasetCard.load(readme).data.to_dict().get("configs")
         return {str(each["config_name"]): each for each in configs or () if "data_files" in each}
     except Exception as error:  # of YAML and of the library, which has no class for it
-        raise InvalidInput(f"dataset = {dataset!r}: the head of {readme} cannot be read: {error!r}") from error
+        raise InvalidInput(
+            f"dataset = {dataset!r}: the head of {readme} cannot be read: {in_one_line(failure_text(error))}"
+        ) from error
 
 
 def _patterns(declared: dict[str, dict[str, Any]], split: str, *, dataset: str, configuration: str) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rollouts.chat.chat import Chat, OutOfRoom
@@ -27,6 +28,17 @@ from settings.redaction import without_secrets
 from settings.run_file import RunConfig
 from storage.log.claims import BY_MOMENT
 from storage.records import RolloutGroup, Sampling, Status, Task, Trajectory
+
+_OWN_THREADS = 32
+
+
+def give_threads(num_attempts: int) -> None:
+    """Let each of so many attempts block a thread of the running loop, as agents that are not asynchronous do.
+
+    The default, CPUs + 4, is taken by the first few such agents, and the others wait. It also stops them all if what
+    they wait for needs a thread itself, for example the import of a tool parser. Threads start when they are needed.
+    """
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(num_attempts + _OWN_THREADS))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -183,7 +195,7 @@ class Player:
             status, error = "engine_error", without_secrets(str(exception))
         except ToolUnavailable as exception:
             status, error = "tool_error", failure_text(exception, str(exception))
-        except Exception as exception:  # noqa: BLE001 - user code may raise anything; recorded, counted, never reward 0
+        except (Exception, SystemExit) as exception:  # noqa: BLE001 - user code may raise anything; recorded, counted, never reward 0
             status, error = "env_error", failure_text(exception)
         generate_seconds = sum(turn.generate_seconds for turn in chat.turns)
         return Trajectory(

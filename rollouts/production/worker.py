@@ -29,7 +29,7 @@ from rollouts.chat.thoughts import ThoughtParser
 from rollouts.chat.tool_parsing import ToolParser
 from rollouts.engines.engine import EngineError, WeightUpdate
 from rollouts.engines.served_policy import ServedPolicy
-from rollouts.production.attempts import Player
+from rollouts.production.attempts import Player, give_threads
 from rollouts.production.engine_choice import fitted_to_model, make_engine
 from rollouts.production.evaluation import evaluate_tasks
 from rollouts.production.executor import Executor
@@ -123,6 +123,9 @@ class RolloutWorker:
         lora = config.train.lora
         model = served.base() if lora is not None else folder
         config = fitted_to_model(config, model)
+        evaluation = config.evaluation
+        at_once = (config.rollout.max_concurrent * config.n_samples, evaluation.max_concurrent * evaluation.n_samples)
+        give_threads(max(at_once))
         workflow: Workflow = load_object(config.workflow)(config.dataset or None)
         lora_rank = 0 if lora is None else lora.rank
         # Before transformers is imported here: vLLM's core imports it beside us.

@@ -183,7 +183,7 @@ def math_answer(reply: str, answer: str) -> float:
     def parsed(text: str, boxed: str | None) -> list[Any]:
         return parse(unicode_to_latex(text) if boxed is None else rf"\boxed{{{latex(boxed)}}}", parsing_timeout=None)
 
-    if not (golds := parsed(answer, bare)):
+    if not (golds := re.search(r"\w", unicode_to_latex(answer)) and parsed(answer, bare)):
         raise InvalidInput(f"the reference answer {answer!r} holds no mathematical expression")
     try:
         units = [unit_of(boxed) for boxed in (given, bare) if boxed is not None]

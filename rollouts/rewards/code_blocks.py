@@ -35,7 +35,7 @@ def python_block(reply: str) -> str | None:
     >>> python_block('1. So:\\r\\n   ~~~py title="a"\\r\\n   x = 1\\r\\n   ~~~')
     'x = 1\\n'
     """
-    text = re.sub(r"\r\n?", "\n", reply.encode("utf-8", "replace").decode())
+    text = re.sub(r"\r\n?", "\n", reply.encode("utf-8", "replace").decode()).replace("\ufeff", "")
     end, code = _last_fence(text)
     loose = list(_LOOSE.finditer(text))[-1:]
     readings = [code, *(textwrap.dedent(match[2]) for match in loose)]

@@ -15,6 +15,7 @@ import io
 import itertools
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ def unit_tests(
     * Python code. Each top-level statement that asserts, or calls a function of the tests that does, is a test, and so
       is each `test…` function; if there are none, each top-level call is. Classes, parameters and fixtures are run by
       pytest, also those of unittest. Tests use names that they do not define themselves, or import `solution`. Plain
-      data, exceptions and what is printed cross; other objects stay where they are, and are used from there: functions,
-      iterators and objects of the tests' classes by the code, those of the code by the tests. Objects of the code's
+      data, arrays of numpy, exceptions and what is printed cross; other objects stay where they are, and are used from
+      there: functions, iterators and objects of the tests' classes by the code, those of the code by the tests. Tests
+      that import pandas, torch or asyncio are refused, and files of the tests are not seen. Objects of the code's
       classes equal only each other, and take part in `+` or `in` with plain data only if the tests made them.
     * JSON: `[{"input": "2 3", "output": "5"}, …]` or `{"inputs": […], "outputs": […]}`: standard input and output.
       White space at the ends of lines is ignored; a script that ends with an error has failed.
@@ -85,6 +87,10 @@ def _read(tests: str) -> tuple[str, list[tuple[str, str]], str]:
 
     Raises `InvalidInput`.
     """
+    if _PACKED.fullmatch(tests):
+        raise InvalidInput(
+            "the tests are packed, as LiveCodeBench's private ones: unpack them when you prepare the data"
+        )
     try:
         data: Any = read_json(tests)
     except ValueError:
@@ -104,6 +110,8 @@ def _read(tests: str) -> tuple[str, list[tuple[str, str]], str]:
     return "check_as_leetcode" if "Solution" in tests else "check", [], tests
 
 
+_PACKED = re.compile(r"\s*eJ[A-Za-z0-9+/\s]{30,}+={0,2}\s*")
+"""What zlib made, in base64."""
 _FORMS = (
     'JSON tests must be [{"input": "…", "output": "…"}, …] or {"inputs": […], "outputs": […]} with at least one pair '
     'of texts; with {"fn_name": "…"}, if they call a function; or a list of Python texts'

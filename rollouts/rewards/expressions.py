@@ -64,7 +64,10 @@ _FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=\d)\^\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*o\s*\}*\s*$"), r"^\\circ "),
     (re.compile(r"\\lg(?![A-Za-z])"), r"\\log_{10}"),
     (_UNION, lambda match: r" \cup ".join(_interval(match[n], match[n + 1]) for n in (2, 4))),
-    (re.compile(r"^[\s#`*]*(?:\\text\s*\{)?\s*(?:final )?answer\s*[:=]\s*\}?", re.IGNORECASE), ""),
+    (
+        re.compile(r"^[\s#`*]*(?:\\text\s*\{)?\s*(?:[A-Za-z]+ )*(?<![\\A-Za-z])[A-Za-z]{4,}\s*[:=]\s*\}?"),
+        "",  # Total: 5
+    ),
     (re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)"), lambda match: match[0].replace(" ", "")),  # 1 234
     (re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])"), lambda match: match[0].replace(".", "")),  # 1.234.567
     (re.compile(r"(?<![\d/.,])(\d+) (\d+)/(\d+)(?!\d)"), r"(\1+\\frac{\2}{\3})"),  # 2 1/2
@@ -175,6 +178,8 @@ _PROSE = re.compile(
     r"|they|makes?|gets?|total|about|approximately|around|let|see|es|est|ist)\b|答案",
     re.IGNORECASE,
 )
+_LONG_WORD = re.compile(r"(?<![\\\w{])(?=[a-z]*[aeiou])[a-z]{5,}", re.IGNORECASE)
+"""No product of variables is as long."""
 _IN_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox|operatorname)\s*\{[^{}]*\}")
 _NEAR = 1e-5
 """Relative; of numbers of which one is written as a decimal."""
@@ -288,8 +293,11 @@ def _bare(answer: str) -> str:
 
 
 def is_prose(answer: str) -> bool:
-    """True for a reference that is a sentence: math-verify would read its letters as variables."""
-    return _PROSE.search(_IN_TEXT.sub("", answer)) is not None
+    """True for a reference that is a sentence, or has words beside numbers: math-verify reads letters as variables."""
+    if _PROSE.search(_IN_TEXT.sub("", answer)):
+        return True
+    rest = _IN_TEXT.sub("", latex(answer))
+    return re.search(r"\d", rest) is not None and _LONG_WORD.search(rest) is not None
 
 
 def differ(first: Any, second: Any) -> bool:

@@ -116,6 +116,9 @@ class RewardPool:
         something that is no reward, or its process dies.
         """
         name, request_id = path_of(reward), next(self._request_ids)
+        if "<" in name.rpartition(":")[2]:
+            what = "a reward is a function of a module, which another process finds, not one in a function, or a lambda"
+            raise RewardFailed(f"{name}: InvalidInput: {what}")
         is_built_in = name.startswith(("rollouts.rewards.answers:", "rollouts.rewards.code_reward:"))
         request = {"id": request_id, "function": name, "arguments": arguments}
         line = json.dumps(request, default=_refuse).encode() + b"\n"

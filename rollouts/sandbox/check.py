@@ -62,7 +62,7 @@ def _run(plan: TestPlan, solution: Solution, verdicts: TextIO, *, as_leetcode: b
     space = vars(module)
     space.update(_library(plan))
     methods = [node for each in plan.body if isinstance(each, ast.ClassDef) for node in each.body]
-    solution.classes = plan.classes
+    solution.classes, solution.reads_arrays = plan.classes, plan.uses_arrays
     solution.closed |= {node.name for node in methods if isinstance(node, Function)}
     defined = solution.names(as_leetcode=as_leetcode)
     names = {name: solution.named(name) for name in defined if plan.takes(name) and name not in space}

@@ -30,13 +30,23 @@ _IN_ONE_PROCESS = {
     **dict.fromkeys(("sys", "builtins", "solution"), "what the tests replace is not replaced there"),
 }
 """Names that have an effect within one process only → why they have none on the code under test."""
+_NOT_ACROSS = {
+    **dict.fromkeys(("asyncio", "anyio", "trio"), "its coroutines cannot be awaited here"),
+    **dict.fromkeys(("inspect", "dis", "__doc__", "__annotations__"), "what it consists of is not seen here"),
+    **dict.fromkeys(("tempfile", "pyfakefs"), "it cannot open the files of the tests"),
+    **dict.fromkeys(
+        ("pandas", "pd", "polars", "pyarrow", "xarray", "torch", "tensorflow", "jax", "sympy", "networkx", "PIL"),
+        "objects of this library do not reach it",
+    ),
+}
+"""Modules and attributes that tests use for what does not cross → why it does not."""
 _LATE_SKIPS = ("skipTest", "SkipTest", "importorskip")
 LIBRARY = {
     **dict.fromkeys(("isclose", "isnan", "isinf", "inf", "nan", "pi"), "math"),
     **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
     **dict.fromkeys(("Any", "Dict", "List", "Optional", "Set", "Tuple", "Union"), "typing"),
     **{"deepcopy": "copy", "Decimal": "decimal", "Fraction": "fractions", "date": "datetime", "timedelta": "datetime"},
-    **{"np": "numpy", "pd": "pandas"},
+    "np": "numpy",
 }
 """Names that tests use as if they had imported them → their module."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -64,6 +74,8 @@ class TestPlan:
     """Names that the tests define or import."""
     is_dynamic: bool
     """They also look names up by text."""
+    uses_arrays: bool
+    """They expect arrays of numpy as such, and not as lists."""
 
     def takes(self, name: str) -> bool:
         """True if a name of the code's is one that the tests are meant to use."""
@@ -117,7 +129,9 @@ def read_tests(source: str) -> TestPlan:
             raise CannotRun(
                 f"line {node.lineno}: {node.name} derives from a class of the code, which is in a process of its own"
             )
-    return TestPlan(body, statements, functions, needs_pytest, wanted, _classes(nodes), own, is_dynamic)
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    uses_arrays = bool((used | own) & {"np", "numpy"} or attributes & {"shape", "dtype", "ndim", "tolist"})
+    return TestPlan(body, statements, functions, needs_pytest, wanted, _classes(nodes), own, is_dynamic, uses_arrays)
 
 
 def _imported_from_solution(nodes: Sequence[ast.AST]) -> set[str]:
@@ -211,22 +225,31 @@ def _imports(body: Sequence[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
 
 def _check_names(nodes: Sequence[ast.AST]) -> None:
     for node in nodes:
+        reasons = _IN_ONE_PROCESS
         match node:
             case ast.arg(arg=name):
                 names = [name]
             case ast.ImportFrom(module="unittest" | "unittest.mock" as module, names=aliases):
                 names = [str(module), *(alias.name for alias in aliases)]
+            case ast.Import(names=[ast.alias(name="unittest.mock" | "mock" as name)]):
+                names = [name]
             case ast.Import(names=aliases):
-                names = [alias.name for alias in aliases if alias.name in ("unittest.mock", "mock")]
+                names, reasons = [alias.name.partition(".")[0] for alias in aliases], _NOT_ACROSS
+            case (
+                ast.ImportFrom(module=str(name))
+                | ast.Name(id="pd" as name)
+                | ast.Attribute(attr="__doc__" | "__annotations__" as name)
+            ):
+                names, reasons = [name.partition(".")[0]], _NOT_ACROSS
             case ast.Assign(targets=targets):
                 owners = [target for target in targets if isinstance(target, ast.Attribute)]
                 names = [ast.unparse(target.value) for target in owners if target.attr not in ("stdout", "stderr")]
             case _:
                 continue
         for name in names:
-            if name in _IN_ONE_PROCESS:
+            if name in reasons:
                 line = getattr(node, "lineno", 0)
-                why = f"the code under test runs in a process of its own, and {_IN_ONE_PROCESS[name]}"
+                why = f"the code under test runs in a process of its own, and {reasons[name]}"
                 raise CannotRun(f"line {line}: the tests use {name}: {why}; compare what functions return")
 
 

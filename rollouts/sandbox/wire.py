@@ -7,18 +7,20 @@ name.
 
 from __future__ import annotations
 
-import builtins
 import datetime
 import functools
 import json
 import operator
-import sys
 from collections import Counter, deque, namedtuple
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from functools import partialmethod
+from pathlib import Path, PurePath
 from typing import Any, TextIO
+from uuid import UUID
+
+from rollouts.sandbox.crossing_exceptions import exception_class, make_exception, names_of
 
 
 def _pairs(mapping: Any) -> list[list[Any]]:
@@ -46,6 +48,8 @@ _PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "range": (range, lambda span: [span.start, span.stop, span.step], lambda parts: range(*parts)),
     "Decimal": (Decimal, str, Decimal),
     "Fraction": (Fraction, str, Fraction),
+    "UUID": (UUID, str, UUID),
+    "Path": (PurePath, str, Path),
 }
 """Key → the type, its parts as JSON, and the value of such parts."""
 _TYPES = {
@@ -57,14 +61,39 @@ DATA_NAMES |= {"all", "any", "equals", "shape", "dtype", "tolist", "sum", "mean"
 _Mutable = list | dict | set | deque | bytearray
 
 
+def _is_array(value: Any) -> bool:
+    """True for an array of numpy's that holds numbers, texts or times, and not objects."""
+    return type(value).__name__ == "ndarray" and type(value).__module__ == "numpy" and value.dtype.kind in _ARRAY_KINDS
+
+
+_ARRAY_KINDS = "biufcSUmM"
+
+
+def _array(kind: str, shape: list[int], items: list[Any]) -> Any:
+    import numpy as np
+
+    if np.dtype(kind).kind not in _ARRAY_KINDS:
+        raise TypeError(f"an array of {kind} does not cross")
+    return np.array(items, dtype=kind).reshape(shape)
+
+
 def _containers(value: Any) -> list[Any]:
     """What a function can change in its arguments, outer first."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | deque) else ()
-    return [*([value] if isinstance(value, _Mutable) else []), *(c for part in parts for c in _containers(part))]
+    is_mutable = isinstance(value, _Mutable) or _is_array(value)
+    return [*([value] if is_mutable else []), *(c for part in parts for c in _containers(part))]
+
+
+def _contents(container: Any) -> list[Any]:
+    if _is_array(container):
+        return [container.copy()]
+    return _pairs(container) if isinstance(container, dict) else [*container]
 
 
 def _fill(container: Any, contents: list[Any]) -> None:
-    if isinstance(container, list | bytearray):
+    if _is_array(container):
+        container[...] = contents[0]
+    elif isinstance(container, list | bytearray):
         container[:] = contents
     else:
         container.clear()
@@ -117,6 +146,9 @@ class Link:
     """True at the end of the tests, which must not believe what they hear."""
     closed: frozenset[str] = frozenset(_IS_DATA)
     """Methods of data by which tests compare, and what the tests define: a result with such a name is none of these."""
+
+    reads_arrays = True
+    """False if an array is to arrive as a list."""
 
     classes: set[str] = set()
     """Names of the other end's classes that this one uses as such."""
@@ -171,7 +203,7 @@ class Link:
         except self.caught as error:
             answer = {"error": self._encode(error)}
         kept = {id(container): place for place, container in enumerate(containers)}
-        contents = [_pairs(each) if isinstance(each, dict) else [*each] for each in containers]
+        contents = [_contents(each) for each in containers]
         try:
             return {**answer, "after": [[self._encode(item, kept) for item in each] for each in contents]}
         except self.caught as error:  # for example a list that has itself as an item
@@ -196,17 +228,17 @@ class Link:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return {"namedtuple": [type(value).__name__, list(value._fields), encode(list(value))]}
         if isinstance(value, BaseException):
-            _CLASSES.setdefault(tuple(_names(type(value))), type(value))
-            return {"error": [_names(type(value)), encode(list(value.args)), encode(dict(vars(value))), str(value)]}
+            return {"error": [names_of(type(value)), encode(list(value.args)), encode(dict(vars(value))), str(value)]}
         if isinstance(value, type):
             if issubclass(value, BaseException):
-                _CLASSES.setdefault(tuple(_names(value)), value)
-                return {"exception": _names(value)}
+                return {"exception": names_of(value)}
             if _TYPES.get(value.__name__) is value:
                 return {"type": value.__name__}
         for key, (kind, parts_of, _) in _PLAIN.items():
             if isinstance(value, kind):
                 return {key: encode(parts_of(value))}
+        if _is_array(value):
+            return {"array": [value.dtype.str, list(value.shape), encode(value.tolist())]}
         if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
             return encode(value.tolist())
         if id(value) not in self._places:
@@ -224,13 +256,16 @@ class Link:
                 return self._own[number]
             case {"kept": int(place)} if kept is not None:
                 return kept[place]
+            case {"array": [str(kind), shape, items]}:
+                decoded = self._decode(items, kept)
+                return _array(kind, shape, decoded) if self.reads_arrays else decoded
             case {"type": name}:
                 return _TYPES[name]
             case {"exception": names}:
                 return exception_class(tuple(names))
             case {"error": [names, arguments, attributes, text]}:
                 decoded = self._decode([arguments, attributes], kept)
-                return _exception(exception_class(tuple(names)), decoded[0], decoded[1], str(text))
+                return make_exception(exception_class(tuple(names)), decoded[0], decoded[1], str(text))
             case {"namedtuple": [name, fields, values]}:
                 return namedtuple(name, fields)(*self._decode(values, kept))
             case dict():
@@ -314,68 +349,3 @@ for _name in _HARMLESS.split():
 for _name in _OPERATORS.split():
     setattr(Far, f"__{_name}__", partialmethod(Far._operate, _name))
     setattr(Far, f"__r{_name}__", partialmethod(Far._operate, _name, is_reflected=True))
-
-
-# --- exceptions cross by name
-
-
-class _CodeExit(SystemExit):
-    """The code under test wanted to end its process."""
-
-
-_CLASSES: dict[tuple[str, ...], type[BaseException]] = {}
-_RUNNERS = ("unittest", "doctest", "bdb", "pdb")
-"""Modules whose exceptions mean something to a test runner."""
-
-
-def _names(kind: type[BaseException]) -> list[str]:
-    return [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__[:-1]]
-
-
-def exception_class(names: tuple[str, ...]) -> type[BaseException]:
-    """The class of an exception from a sandbox, whose bases have these names too. Other classes than those of Python
-    are made here: the code's own is in its process."""
-    if names not in _CLASSES:
-        _CLASSES[names] = _python_class(names[0]) or _new_class(names)
-    return _CLASSES[names]
-
-
-def _python_class(name: str) -> type[BaseException] | None:
-    module, _, name = name.rpartition(".")
-    if name == "SystemExit":
-        return _CodeExit
-    is_python = module.partition(".")[0] in sys.stdlib_module_names and not module.startswith(_RUNNERS)
-    kind = getattr(sys.modules.get(module), name, None) if is_python else None
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ExceptionGroup):
-        return kind
-    return None
-
-
-def _new_class(names: tuple[str, ...]) -> type[BaseException]:
-    bases: list[type[BaseException]] = []
-    for place in range(1, len(names)):
-        kind = exception_class(names[place:]) if not bases else _python_class(names[place])
-        if kind is not None and not any(issubclass(base, kind) for base in bases):
-            bases.append(kind)
-    name, members = names[0].rpartition(".")[2], {"__str__": lambda error: error._text}
-    try:
-        return type(name, tuple(bases) or (Exception,), members)
-    except TypeError:  # they do not go together
-        return type(name, (bases[0],), members)
-
-
-def _exception(kind: type[BaseException], arguments: list[Any], attributes: dict[Any, Any], text: str) -> BaseException:
-    try:
-        error = kind(*arguments)
-    except Exception:  # noqa: BLE001 - its own `__init__`, which takes something else
-        error = kind.__new__(kind, *arguments)
-    vars(error).update({name: value for name, value in attributes.items() if not name.startswith("__")}, _text=text)
-    return error
-
-
-def exception_of(name: str, message: str) -> Exception:
-    """An exception from a sandbox: built-in types as they are, others as `RuntimeError` with their name."""
-    kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError | ExceptionGroup):
-        return kind(message)
-    return RuntimeError(f"{name}: {message}")

@@ -13,35 +13,34 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
 import re
 import sys
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from rollouts.chat.chat import Chat, Reply
+from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
-from rollouts.chat.tool_parsing import ParsedReply, ToolParser
 from rollouts.chat.tools import ToolUnavailable
-from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.production.attempts import give_threads
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
-from rollouts.workflow import CONTEXT, Workflow, WorkflowContext, WrongWorkflow, as_score, place_of
+from rollouts.workflow import CONTEXT, Score, Workflow, WorkflowContext, WrongWorkflow, as_score, place_of
 from settings.errors import InvalidInput, UserError, failure_text, has_users_frames, in_one_line
 from settings.run_file import RunConfig
-from storage.records import Message, Sampling, Task
+from storage.records import Message, RolloutGroup, Task, Trajectory
+from tasks.checks.scripted_chat import Replies, ScriptedChat, TrialParser, Unknown
 from trainers.model.fetch import local_folder
 
 logger = logging.getLogger("millrace.preflight")
-
-_Replies = Callable[[Task, Sequence[Message]], str | None]
-"""What the policy says next; None if that is not known."""
 
 _PLAYED = 2
 """Tasks of each split that every start plays."""
@@ -49,10 +48,6 @@ _SECONDS = 10.0
 """A task that takes longer is passed over at a start."""
 _NEVER = re.compile(r"\A[^ ]+: (?:\w+\.)*(?:InvalidInput|SandboxUnavailable)\b")
 """How errors of a reward process begin that are no reply's fault."""
-_CALL_MARKS = "<[{"
-"""Each format of tool calls has one of these."""
-_PLAIN_REPLY = "42"
-"""What the scripted policy says if nothing better is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +117,12 @@ def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: 
     """
     first = _first(tasks, _PLAYED)
     played = _attempts(workflow, first, config, _known_replies(workflow), seconds=_SECONDS, loads_vllm=False)
-    outcomes = _in_own_loop(played)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # the error says it
+        outcomes = _in_own_loop(played)
     for (split, task), outcome in zip(first, outcomes, strict=True):
         error = outcome.error
-        if error is None or isinstance(error, _Unknown):  # what calls tools is left to `check_references`
+        if error is None or isinstance(error, Unknown):  # what calls tools is left to `check_references`
             continue
         is_bug = outcome.is_known and not _is_of_a_server(error)
         if isinstance(error, WrongWorkflow) or _is_certain(error) or is_bug:
@@ -133,6 +130,13 @@ def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: 
             with errors_of_users(what, _users_method(workflow)):
                 raise error
         logger.warning("task %r of split %r, tried with a made-up reply: %s", task.id, split, failure_text(error))
+    if outcomes and all(outcome.error is None and not outcome.num_turns for outcome in outcomes):
+        method = _users_method(workflow)
+        what = f"{method.__qualname__} asked the policy nothing in {len(outcomes)} attempts that were tried"
+        raise InvalidInput(f"{what}, so nothing can be trained; `await chat.ask(…)` does. It is at {place_of(method)}")
+    if outcomes and all(outcome.error is None and outcome.reward is None for outcome in outcomes):
+        why = "None means not applicable, as NaN does: such attempts enter no mean and are not trained"
+        logger.warning("the reward of all %d attempts that were tried is None; %s", len(outcomes), why)
     has_tools = any(outcome.has_tools for outcome in outcomes)
     check_template(config, several_turns=any(each.num_turns > 1 for each in outcomes), with_tools=has_tools)
 
@@ -193,7 +197,7 @@ def _lost(outcome: _Outcome, compares: bool) -> str:
     return "" if won else f"its reward is {outcome.reward}, and an attempt that wins has {CORRECT:g}"
 
 
-def _known_replies(workflow: Workflow) -> _Replies:
+def _known_replies(workflow: Workflow) -> Replies:
     """The reference where there is one, else the reply of the demonstration that asks the same."""
     demonstrated: dict[str, str] = {}
     if type(workflow).demonstrations is not Workflow.demonstrations:
@@ -251,26 +255,52 @@ def _in_own_loop(attempts: Coroutine[Any, Any, list[_Outcome]]) -> list[_Outcome
         return thread.submit(asyncio.run, attempts).result()
 
 
+async def _group(workflow: Workflow, task: Task, chat: Chat, score: Score) -> None:
+    """Give two attempts like this one to `score_group` and `accept`. Raises what these raise, and `WrongWorkflow`."""
+    attempt = Trajectory(
+        attempt=0, turns=chat.turns, messages=chat.recorded, status="ok", reward=score.reward, reward_parts=score.parts
+    )
+    if not attempt.usable:
+        return
+    attempts = [attempt, dataclasses.replace(attempt, attempt=1)]
+    scores = await workflow.score_group(task, attempts)
+    if scores is not None and len([as_score(each, workflow.score_group) for each in scores]) != len(attempts):
+        what = f"score_group returned {len(scores)} scores for {len(attempts)} attempts; return one Score each"
+        raise WrongWorkflow(f"{what}. It is at {place_of(workflow.score_group)}")
+    group = RolloutGroup(id=task.id, task=task, position=0, epoch=0, expected=len(attempts), trajectories=attempts)
+    if (accepted := workflow.accept(group)) is None:
+        raise WrongWorkflow(f"accept returned None; return True or False. It is at {place_of(workflow.accept)}")
+    bool(accepted)
+
+
 async def _attempts(
     workflow: Workflow,
     tasks: Sequence[tuple[str, Task]],
     config: RunConfig,
-    reply: _Replies,
+    reply: Replies,
     *,
     seconds: float,
     loads_vllm: bool,
 ) -> list[_Outcome]:
     """One attempt at each task, all at once."""
-    parser = _Parser(config.engine.tool_parser, model=config.model, loads_vllm=loads_vllm)
+    parser = TrialParser(config.engine.tool_parser, model=config.model, loads_vllm=loads_vllm)
+    give_threads(len(tasks))
     settings = config.reward
     rewards = RewardPool(num_processes=settings.processes, timeout=settings.timeout, memory_gb=settings.memory_gb)
 
     async def play(split: str, task: Task) -> _Outcome:
         CONTEXT.set(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
         set_reward_pool(rewards)
-        chat, error, reward = _ScriptedChat(task, reply, parser), None, None
+        chat, reward = ScriptedChat(task, reply, parser, config), None
+        error: Exception | None = None
         try:
-            reward = as_score(await asyncio.wait_for(workflow.run(task, chat), seconds), workflow.run).reward
+            async with asyncio.timeout(seconds):
+                score = as_score(await workflow.run(task, chat), workflow.run)
+            reward = score.reward
+            await _group(workflow, task, chat, score)
+        except SystemExit as raised:
+            what = f"{workflow.run.__qualname__} ended with SystemExit({raised.code!r})"
+            error = WrongWorkflow(f"{what}; raise another error, or return a score. It is at {place_of(workflow.run)}")
         except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is the outcome
             error = raised
         told = functools.partial(_Outcome, is_known=chat.all_known, num_turns=len(chat.turns), has_tools=chat.has_tools)
@@ -285,80 +315,3 @@ async def _attempts(
                 from rollouts.endpoint.agent_endpoint import close_agent_endpoint
 
                 await close_agent_endpoint()
-
-
-class _Unknown(Exception):
-    """A reply may call tools, and its parser, or the tokenizer that it needs, is not to be loaded."""
-
-
-class _ScriptedChat(Chat):
-    """A conversation with a policy that says what the workflow expects, as far as it tells."""
-
-    def __init__(self, task: Task, reply: _Replies, parser: ToolParser) -> None:
-        self._task, self._reply, self._next_reply = task, reply, ""
-        self.all_known, self.has_tools = True, False
-        tokens = _Characters()
-        super().__init__(
-            engine=ScriptedEngine(lambda *_: [*map(ord, self._next_reply), tokens.end_id]),
-            tokens=tokens,
-            sampling=Sampling(max_tokens=2**20),
-            max_model_len=2**30,
-            request_id=task.id,
-            tool_parser=parser,
-        )
-
-    async def complete(self, messages: Sequence[Message], **options: Any) -> Reply:
-        self.has_tools = self.has_tools or bool(options.get("tools"))
-        known = self._reply(self._task, messages)
-        self.all_known = self.all_known and known is not None
-        self._next_reply = _PLAIN_REPLY if known is None else known
-        try:
-            return await super().complete(messages, **options)
-        except _Unknown:
-            self.all_known = False
-            raise
-
-
-class _Characters(ChatTokens):
-    """Stands in for the model's tokenizer: each character is a token."""
-
-    def __init__(self) -> None:
-        self.end_id = sys.maxunicode + 1
-
-    def prompt(self, messages: Sequence[Message], **_: Any) -> list[int]:
-        return [ord(character) for message in messages for character in message.content]
-
-    def continuation(self, messages: Sequence[Message], **_: Any) -> list[int]:
-        return self.prompt(messages)
-
-    def text(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
-        return "".join(chr(token) for token in token_ids if token != self.end_id)
-
-
-class _Parser(ToolParser):
-    """Loads vLLM's parser, and the tokenizer that it asks for special tokens, when a reply may have a call."""
-
-    def __init__(self, name: str, *, model: str, loads_vllm: bool) -> None:
-        super().__init__(name, None)
-        self._model = model
-        self._loads_vllm = loads_vllm
-        self._one_at_a_time = asyncio.Lock()
-
-    async def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
-        if not any(mark in text for mark in _CALL_MARKS):
-            return ParsedReply(content=text, tool_calls=[])
-        if not self._loads_vllm:
-            raise _Unknown
-        async with self._one_at_a_time:  # the first one imports vLLM
-            return await super().parse(text, tools)
-
-    def _load(self, tools: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
-        if not self._model:
-            from trainers.model.warmup import character_tokenizer
-
-            self._tokenizer = character_tokenizer(set("".join(map(chr, range(128)))))
-        elif (folder := local_folder(self._model)) is not None:
-            self._tokenizer = ChatTokens.load(folder).tokenizer
-        else:
-            raise _Unknown
-        return super()._load(tools)

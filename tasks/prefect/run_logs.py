@@ -27,6 +27,9 @@ _SHOWN = {"reward": "reward", "loss": "loss", "staleness_mean": "staleness", "to
 """Metrics of a line, by the names of docs/metrics.md."""
 
 
+_ENDED = ("Crash detected! Execution was cancelled", "Crash detected! Execution was aborted")
+
+
 class _OfFlowRun(logging.Filter):
     """Says whose message it is, for threads that Prefect's context has not reached."""
 
@@ -37,6 +40,11 @@ class _OfFlowRun(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.flow_run_id = self._flow_run_id
         return True
+
+
+def is_no_end(record: logging.LogRecord) -> bool:
+    """False for what Prefect says of a task that was ended with its flow: it calls that a crash, with an error."""
+    return not record.getMessage().startswith(_ENDED)
 
 
 @contextlib.contextmanager
@@ -62,6 +70,7 @@ def log_to_prefect() -> None:
             kept.setTarget(handler)
             kept.close()
     logging.getLogger("millrace").setLevel(logging.INFO)
+    logging.getLogger("prefect.task_runs").addFilter(is_no_end)
 
 
 def _replace_handler(handler: logging.Handler) -> list[logging.Handler]:

@@ -82,3 +82,16 @@ def test_a_refused_start_prints_its_sentence_and_nothing_else(wrong: str, folder
     pattern = rf"error: {sentence.replace('@', re.escape(str(folder)))}\n"
     of_a_run_file = re.sub(r"^error: \S+\.toml:\n  ", "error: ", done.stderr)  # its keys are a list, one a line
     assert re.fullmatch(pattern, of_a_run_file), done.stderr
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("words", ["eval nowhere", "replay nowhere --step 1"])
+def test_so_does_a_command_for_a_run_that_is_not_there_in_a_folder_without_any(words: str, tmp_path: Path) -> None:
+    unset = ("MILLRACE_STORE", "MILLRACE_HOME", "PREFECT_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"PYTHONPATH": str(PROJECT)}
+    command = [str(MILLRACE), *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    sentence = f"error: no run 'nowhere' in {tmp_path.as_uri()}/.millrace/store; runs there: none yet\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
+    assert not list(tmp_path.iterdir())

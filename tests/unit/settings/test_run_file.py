@@ -107,7 +107,7 @@ _DISTILL = "train.advantage = 'distill'; train.reference = {kind = 'model', mode
         ("seed = -1", "seed = -1: Input should be greater than or equal to 0"),
         ("learning_rate = 0", "learning_rate = 0: Input should be greater than 0"),
         ("steps = 'many'", "steps = 'many': Input should be a valid integer"),
-        ("train = 5", "train = 5: Input should be a valid dictionary or instance of TrainSettings"),
+        ("train = 5", "train = 5 is no table: write its keys below [train]"),
         (
             "steps = 6; train = {schedule = 'linear', decay_steps = 5}",
             "steps = 6 is above train.decay_steps = 5, after which the learning rate is 0",

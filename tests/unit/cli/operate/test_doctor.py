@@ -21,8 +21,18 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from rich.console import Console
 
 from cli.operate import doctor
-from cli.operate.doctor import Finding, check_lock, check_ports, check_prefect, check_tokenizer, check_vllm, diagnose
+from cli.operate.doctor import (
+    Finding,
+    check_lock,
+    check_ports,
+    check_prefect,
+    check_tokenizer,
+    check_vllm,
+    check_won,
+    diagnose,
+)
 from infra.services import Service
+from settings.errors import UserError
 from settings.run_file import make_config
 from tests.unit.cli.builders import printed
 
@@ -209,3 +219,14 @@ def test_hub_device_and_dataset_of_a_run_file_are_looked_at(home: Path, base_mod
     assert all(line.startswith("FAIL") for line in wrong.values())
     assert "not a Hugging Face id" in wrong["hub"] and "there is no GPU" in wrong["device"]
     assert "has no split 'nosuch', or cannot make its tasks: KeyError: 'nosuch'" in wrong["dataset"]
+
+
+def test_the_run_files_workflow_is_played(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    text = "from millrace import Task, Workflow\nclass Mine(Workflow):\n"
+    text += "    def tasks(self, split):\n        return [Task(id=split, prompt='2+3')]\n"
+    text += "    async def run(self, task, chat):\n"
+    config = make_config({"workflow": f"{file}:Mine"}, source="test")
+    file.write_text(text + "        return 1, 2\n")
+    with pytest.raises(UserError, match=r"Mine.run returned tuple; .*mine\.py:5"):
+        check_won(config)

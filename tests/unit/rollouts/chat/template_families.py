@@ -144,12 +144,24 @@ FAMILIES: dict[str, Family] = {
     "qwen3.5": Family(template="qwen3_5_think", call=_XML, rewritten_from=2, **_THINKING),
     "qwen3.6": Family(template="qwen3_6", call=_XML, rewritten_from=2, **_THINKING),
     "qwen3.8": Family(template="qwen3_8", call=_XML, **_THINKING),
+    "qwen3 2507": Family(template="qwen3_instruct_2507", plain=_THINKS, call=_HERMES, **_CHATML),
+    "nemotron 3": Family(
+        template="nemotron_3_nano", call=_XML + "\n", rewritten_from=1, **_THINKING | {"before": "</think>"}
+    ),
+    "lfm2.5": Family(
+        template="lfm2_2_5_v2",
+        special="<|startoftext|> <|im_start|> <|im_end|> <|tool_call_start|> <|tool_call_end|>",
+        end="<|im_end|>",
+        bos="<|startoftext|>",
+        call="<|tool_call_start|>[lookup(key='k')]<|tool_call_end|>",
+    ),
     "smolvlm": Family(
         template="smolvlm", special="<|im_start|> <end_of_utterance>", end="<end_of_utterance>", before=" "
     ),
     "smollm2": Family(template=_SMOLLM2, **_CHATML),
     "llama3": Family(template="llama3", eos="<|end_of_text|>", **_LLAMA),
     "llama3.1": Family(template="llama3_1", call=_JSON_CALL.replace("arguments", "parameters"), **_LLAMA),
+    "llama3.2": Family(template="llama3_2", call=_JSON_CALL.replace("arguments", "parameters"), **_LLAMA),
     "mistral": Family(
         template=_MISTRAL,
         special="<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] "

@@ -71,6 +71,11 @@ def test_a_split_is_a_word_of_its_own(tmp_path: Path, names: tuple[str, ...], sp
         (("train.jsonl", "train.parquet"), "", "in two formats, train.jsonl and train.parquet; name one file"),
         (("train.jsonl", "train.jsonl.gz"), "", "in two formats, train.jsonl and train.jsonl.gz"),
         (
+            ("train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"),
+            "",
+            r"has 2 of 3 files \*-of-00003\*; fetch all",
+        ),
+        (
             ("train.jsonl", "train_old.jsonl"),
             "",
             "may be train.jsonl or train_old.jsonl; name one file, or say in README.md",

@@ -58,7 +58,9 @@ class _Given(Workflow):
 
     async def run(self, task: Task, chat: Chat) -> Any:
         await chat.ask(task.prompt)
-        return self.rewards[workflow_context().attempt]
+        if isinstance(reward := self.rewards[workflow_context().attempt], BaseException):
+            raise reward
+        return reward
 
 
 def _group(
@@ -128,6 +130,14 @@ def test_what_is_not_finite_is_no_reward_and_reaches_neither_log_nor_score(token
     tally = Tally(4)
     tally.add(group)
     assert tally.score == 0.25 and tally.failures == {"no_reward": 3}
+
+
+def test_what_user_code_raises_ends_its_attempt_and_no_other(tokens: ChatTokens):
+    group = _group(tokens, _Given(SystemExit(3), KeyError("a"), 1.0, 0.0))
+    assert [(each.status, each.reward) for each in group.trajectories] == [
+        *[("env_error", None)] * 2,
+        *(("ok", 1.0), ("ok", 0.0)),
+    ]
 
 
 def test_an_evaluation_reports_the_tasks_own_reward(tokens: ChatTokens):

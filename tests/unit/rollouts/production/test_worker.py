@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -81,6 +82,16 @@ class Flaky(Digits):
         self._attempts[task.id] += 1
         if self._attempts[task.id] <= ATTEMPTS:
             raise ConnectionError("no database")
+        return await super().run(task, chat)
+
+
+class Blocking(Digits):
+    """As many attempts as a worker plays at once wait for each other, each in a thread."""
+
+    all_at_once = threading.Barrier(40)
+
+    async def run(self, task: Task, chat: Chat) -> Score:
+        await asyncio.to_thread(self.all_at_once.wait, 60.0)
         return await super().run(task, chat)
 
 
@@ -201,6 +212,11 @@ async def test_collecting_commits_a_shard_of_a_batch(run: _Run, tokens: ChatToke
     assert metadata[b"tokenizer_sha256"].decode() == tokens.tokenizer_sha256
     assert metadata[b"chat_template_sha256"].decode() == tokens.chat_template_sha256
     assert metadata[b"code_version"] == b"c0de" and metadata[b"run_id"] == b"run"
+
+
+async def test_as_many_attempts_as_are_played_at_once_may_block_a_thread_each(run: _Run):
+    shard = await run.collect(workflow=f"{__name__}:Blocking", n_samples=20, batch_size=2, max_concurrent=2)
+    assert shard.num_rows == 40 and all(group.accepted for group in shard.groups)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_equal_mathematics_scores_1_other_0_and_a_reference_without_any_is_a_fau
         *((r"\boxed{\frac{1}{0}}", "1"), (r"\boxed{\frac{1}{3", "1/4")),
     ]:
         assert math_answer(reply, answer) == 0.0, (reply, answer)
-    for answer in ("", " ", r"\boxed{}"):
+    for answer in ("", " ", r"\boxed{}", "???", "-"):
         with pytest.raises(ValueError, match="holds no mathematical expression"):
             math_answer(r"\boxed{4}", answer)
 

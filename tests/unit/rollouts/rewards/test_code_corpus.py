@@ -3,8 +3,10 @@
 # ruff: noqa: E501 - tables, one line a case
 from __future__ import annotations
 
+import base64
 import json
 import textwrap
+import zlib
 
 import pytest
 
@@ -192,6 +194,9 @@ USES: list[tuple[str, str]] = [
     ("class ListNode:\n    def __init__(self, val=0, next=None): self.val, self.next = val, next\ndef to_list(n):\n    out = []\n    while n: out, n = out + [n.val], n.next\n    return out\nassert to_list(double(ListNode(1, ListNode(2)))) == [2, 4]", "class ListNode:\n    def __init__(self, val=0, next=None): self.val, self.next = val, next\ndef double(n): return n and ListNode(n.val * 2, double(n.next))"),
     ("acc = Account(5)\nacc.deposit(5)\nacc.limit = 3\nassert acc.balance == 10 and acc.limit == 3 and hasattr(acc, 'deposit') and not hasattr(acc, 'x') and add.__name__ == 'add'\nassert make(3)(4) == 7", "class Account:\n    def __init__(self, b): self.balance = b\n    def deposit(self, x): self.balance += x\ndef add(): pass\ndef make(a): return lambda b: a + b"),
     ("from decimal import Decimal\nassert total(['1.1', '2.2']) == Decimal('3.3')\nassert 2 in keys({2: 1}) and list(keys({1: 2})) == [1] and list(zipped([1], [2])) == [(1, 2)]", "from decimal import Decimal\ndef total(x): return sum(map(Decimal, x))\ndef keys(d): return d.keys()\ndef zipped(a, b): return zip(a, b)"),
+    ("import numpy as np\na = np.array([1, 2, 3])\nassert total(a) == 12 and (double(a) == np.array([2, 4, 6])).all() and double(a[:0]).shape == (0,)\nput(a)\nassert a.tolist() == [1, 0, 0] and double(np.float32([1])).dtype == np.float32", "def total(x): return int((x * 2).sum())\ndef double(x): return x * 2\ndef put(x): x[x > 1] = 0"),
+    ("assert zeros(2).shape == (2, 2)", "import numpy as np\ndef zeros(n): return np.zeros((n, n))"),
+    ("from uuid import UUID\nfrom pathlib import Path\nassert same(UUID(int=5)) == UUID(int=5) and ending(Path('a/b.txt')) == '.txt'", "def same(x): return x\ndef ending(path): return path.suffix"),
     ("for case in ['add(2, 3) == 5']: assert eval(case)", "def add(a, b): return a + b"),
     ("import math\nassert math.isclose(root(4), 2)\nassert fib.cache_info().hits == 0 and fib(3) == 2", "import functools\ndef root(x): return x ** .5\n@functools.lru_cache\ndef fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)"),
     ("import io\nassert count(io.StringIO('a\\nb')) == 2 and first(__import__('re').compile('a+'), 'baa') == 'aa'", "def count(f): return len(f.readlines())\ndef first(p, s): return p.search(s).group()"),
@@ -227,6 +232,17 @@ def test_what_tests_do_with_code_has_its_effect_across_the_two_processes(tests: 
         ),
         ("import builtins\nbuiltins.input = lambda: 1\nassert add(1, 1) == 2", "line 2: the tests use builtins"),
         ("from unittest import mock\nassert add(1, 1) == 2", "line 1: the tests use mock"),
+        ("import os, pandas as pd\nassert add(pd.Series([1]), 1).sum() == 2", "line 1: the tests use pandas: the code"),
+        ("x = 1\nassert add(pd.Series([1]), 1).sum() == 2", "line 2: the tests use pd: the code under test runs in"),
+        ("from torch import tensor\nassert add(tensor(1), 1) == 2", "line 1: the tests use torch"),
+        ("import asyncio\nassert asyncio.run(add(1, 1)) == 2", "its coroutines cannot be awaited here"),
+        ("import tempfile\nassert add(tempfile.mktemp(), '')", "it cannot open the files of the tests"),
+        ("import inspect\nassert inspect.signature(add)", "line 1: the tests use inspect"),
+        ("x = 1\nassert add.__doc__", "line 2: the tests use __doc__: .* is not seen here"),
+        (
+            base64.b64encode(zlib.compress(bytes(range(256)))).decode(),
+            "packed, as LiveCodeBench's private ones: unpack",
+        ),
         ("x = 1\nimport no_such_package\nassert add(1, 1) == 2", "line 2: the tests import no_such_package"),
     ],
 )

@@ -44,6 +44,7 @@ The correct option is **C**. ‖ C  ⏎  The answer is \textbf{(C)}. ‖ C  ⏎ 
 \boxed{x<1 \text{ or } x \ge 2} ‖ (-\infty,1)\cup[2,\infty)  ⏎  \boxed{70\,\%} ‖ 70  ⏎  \boxed{\lg 100} ‖ 2
 \boxed{\text{2 and 3}} ‖ 2,3  ⏎  \boxed{\small{42}} ‖ 42  ⏎  \boxed{~42} ‖ 42  ⏎  \boxed{42^{\text{o}}} ‖ 42
 \boxed{2 \pmod{5}} ‖ 2  ⏎  \boxed{\text{5:30 PM}} ‖ 5:30 p.m.  ⏎  \boxed{1_000} ‖ 1000  ⏎  \boxed{\text{5 cm}} ‖ 5
+\boxed{Total: 12} ‖ 12  ⏎  \boxed{12} ‖ Number of ways: 12  ⏎  \boxed{12} ‖ Area = 12  ⏎  \boxed{2abcd+1} ‖ 1+2abcd
 \boxed{\text{Option D}} ‖ D  ⏎  \boxed{Option D} ‖ D  ⏎  **D** ‖ D  ⏎  D. 12 ‖ D  ⏎  D ‖ (D)
 """
 _WRONG = r"""
@@ -93,6 +94,10 @@ def test_answers_are_equal_as_people_take_them(rows: str, expected: float) -> No
         "John has 5 apples",
         "答案是5",
         r"\boxed{the result is 4}",
+        "exactly 5",
+        "Perimeter 12",
+        "5 apples and 3 pears",
+        "12 hours and 30 minutes",
     ],
 )
 def test_a_reference_in_prose_is_a_fault_of_the_data(answer: str) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from infra.user_code import load_object
 from rollouts.chat.chat_tokens import ChatTokens
 from settings.errors import InvalidInput
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
-from tasks.checks.preflight import check_run
+from tasks.checks.preflight import check_run, load_tasks
+from tasks.checks.trial import check_references
 from tests.builders import a_config
 from tests.unit.rollouts.chat.template_families import byte_tokenizer, tokenizer_of
 
@@ -44,12 +46,51 @@ def _check(folder: Path, methods: str, **settings: Any) -> None:
     check_run(a_config(**{"workflow": f"{file}:Mine", "store": str(folder / "store"), "batch_size": 3, **settings}))
 
 
+_ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1\n"
+
+
 @pytest.mark.parametrize(
     "methods, kind, sentence",
     [
         ("x = 1", InvalidInput, r"has no run\(\); write it"),
         ("def run(self, task, chat):\n    return 1", InvalidInput, r"write `async def run`, at .*mine\.py:14"),
         ("async def run(self, task, chat):\n    return (1, 2)", Exception, r"Mine.run returned tuple.*mine\.py:14"),
+        (
+            _ASKS + "def accept(self, group):\n    return group.rewards",
+            InvalidInput,
+            r"AttributeError: 'RolloutGroup' object has no attribute 'rewards'\n  at .*mine\.py:18",
+        ),
+        (
+            _ASKS + "def accept(self, group):\n    pass",
+            Exception,
+            r"accept returned None.*mine\.py:17",
+        ),
+        (
+            _ASKS + "async def score_group(self, task, attempts):\n    return [1.0]",
+            Exception,
+            r"score_group returned 1 scores for 2 attempts; return one Score each. It is at .*mine\.py:17",
+        ),
+        (_ASKS.replace("return 1", "exit(3)"), Exception, r"Mine.run ended with SystemExit\(3\); .*mine\.py:14"),
+        (
+            "async def run(self, task, chat):\n    return score(len, await chat.ask('p'))",
+            Exception,
+            r"returned what was not awaited: write `await` before score\(…\). It is at .*mine\.py:14",
+        ),
+        (
+            "async def run(self, task, chat):\n    return await score(lambda r: 1, await chat.ask('p'))",
+            InvalidInput,
+            "<lambda>: InvalidInput: a reward is a function of a module, which another process finds",
+        ),
+        (
+            "async def run(self, task, chat):\n    return float(await chat.ask('p', tools=[print]) == '7')",
+            InvalidInput,
+            "tools: print is neither a function decorated with @tool nor a schema",
+        ),
+        (
+            "async def run(self, task, chat):\n    return float(chat.ask('p') == '7')",
+            InvalidInput,
+            r"Mine.run asked the policy nothing in 4 attempts .*; `await chat.ask\(…\)` does. It is at .*mine\.py:14",
+        ),
         ("async def run(self, task):\n    return 1", InvalidInput, r"takes 2 positional arguments but 3 .*mine\.py:14"),
         (
             "async def run(self, task, chat):\n    return Score(reward='1')",
@@ -173,7 +214,7 @@ def test_what_run_raises_is_a_sentence_with_the_users_line(tmp_path: Path, body:
 
 @pytest.mark.parametrize("body", ["return 1", "return True", "return await score(exact, '7', task.answer)"])
 def test_a_number_and_a_score_are_both_fine(tmp_path: Path, body: str) -> None:
-    _check(tmp_path, f"async def run(self, task, chat):\n    from millrace import exact, score\n    {body}")
+    _check(tmp_path, _ASKS.replace("return 1", f"from millrace import exact, score\n    {body}"))
 
 
 def test_an_error_that_another_reply_might_not_cause_is_a_warning(
@@ -218,14 +259,14 @@ def test_a_setting_that_nothing_takes_is_refused(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(InvalidInput, match=sentence):
-        _check(tmp_path, "async def run(self, task, chat):\n    return 1", **settings)
+        _check(tmp_path, _ASKS, **settings)
 
 
 def test_of_a_run_that_exists_the_same_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     create_run(LocalStore(tmp_path / "store"), "mine", {"seed": 0})
     late = {"batch_size": 7, "tracking": "http://127.0.0.1:9", "run": "mine"}
     with caplog.at_level(logging.WARNING, "millrace.preflight"):
-        _check(tmp_path, "async def run(self, task, chat):\n    return 1", **late)
+        _check(tmp_path, _ASKS, **late)
     assert "up to 3 times" in caplog.text and "run mine goes on, and its log keeps everything for later" in caplog.text
 
 
@@ -285,3 +326,49 @@ print("vllm" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+_AGENT = """
+import asyncio, threading
+from openai import OpenAI
+
+class Agent(AgentWorkflow):
+    all_at_once = threading.Barrier(12)
+
+    def tasks(self, split):
+        return [Task(id=f"{split}-{n}", prompt="7?", answer="7") for n in range(6)]
+
+    async def run_agent(self, task, *, base_url, api_key):
+        def play():
+            self.all_at_once.wait(20)
+            with OpenAI(base_url=base_url, api_key=api_key) as client:
+                options = {"tools": [TOOL], "tool_choice": "required"} if FORCED else {"logprobs": True}
+                made = client.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": task.prompt}], **options
+                ).choices[0]
+            if FORCED:
+                [call] = made.message.tool_calls
+                return float(call.function.name == "answer")
+            assert made.logprobs.content[0].token == "<"
+            return float(made.message.content == task.answer)
+        return await asyncio.to_thread(play)
+
+    def reference_reply(self, task, messages):
+        call = '<tool_call>\\n{"name": "answer", "arguments": {}}\\n</tool_call>'
+        return call if FORCED else f"<think>7?</think>{task.answer}"
+
+TOOL = {"type": "function", "function": {"name": "answer", "parameters": {"type": "object", "properties": {}}}}
+"""
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("forced", [False, True])
+def test_an_agent_that_blocks_a_thread_is_tried_through_the_endpoint_as_a_run_plays_it(
+    tmp_path: Path, forced: bool
+) -> None:
+    """All twelve attempts at once, with thoughts, log-probabilities or forced calls; it hung with four of them."""
+    file = tmp_path / "mine.py"
+    file.write_text(f"from millrace import AgentWorkflow, Task\nFORCED = {forced}\n{_AGENT}")
+    config = a_config(workflow=f"{file}:Agent", guided_decoding=forced, tool_parser="hermes", attempt_timeout=60.0)
+    workflow = load_object(config.workflow)(None)
+    assert check_references(workflow, load_tasks(workflow, config), config, num_tasks=6) == 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from types import SimpleNamespace
@@ -9,11 +10,13 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from prefect.exceptions import TerminationSignal
 from prefect.logging import handlers
+from prefect.states import exception_to_crashed_state
 
 from storage.log.entries import Evaluation, Step
 from tasks.prefect import run_logs
-from tasks.prefect.run_logs import MOST_LINES, Progress, kept_for_prefect, log_evaluation, log_to_prefect
+from tasks.prefect.run_logs import MOST_LINES, Progress, is_no_end, kept_for_prefect, log_evaluation, log_to_prefect
 
 _EVALUATION: dict[str, Any] = {"version": 3, "split": "test", "num_tasks": 4, "shard_id": "e", "seconds": 1.5}
 
@@ -73,3 +76,12 @@ def test_messages_of_every_thread_go_to_the_flow_run_once_and_with_tracebacks(mo
         (str(ids[1]), logging.ERROR, "failed"),
     ]
     assert "ValueError: why" in sent[2]["message"] and "Traceback" in sent[2]["message"]
+
+
+async def test_a_task_that_is_ended_with_its_flow_is_no_crash_and_one_that_dies_is() -> None:
+    shown: list[str] = []
+    for error in (asyncio.CancelledError(), KeyboardInterrupt(), TerminationSignal(15), MemoryError("no room")):
+        message = f"Crash detected! {(await exception_to_crashed_state(error)).message}"
+        record = logging.LogRecord("prefect.task_runs", logging.ERROR, "task_engine.py", 1, message, (), None)
+        shown += [type(error).__name__] if is_no_end(record) else []
+    assert shown == ["MemoryError"]
