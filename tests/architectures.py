@@ -28,7 +28,7 @@ _SIZES: dict[str, Any] = {
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size_per_layer_input": 96},
     **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "intermediate_size_mlp": 64},
-    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64},
+    **{"q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64},
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "linear_num_key_heads": 2},
     **{"linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "lru_width": 128},
     **{"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_num_heads": 8, "mamba_head_dim": 32},
@@ -43,25 +43,46 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 4},
     "mistral": {"sliding_window": 4},
     "phimoe": {"sliding_window": 4},
-    "qwen2_moe": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
-    "llama4_text": {"attention_chunk_size": 4},
+    "llama4_text": {"attention_chunk_size": 32, "num_experts_per_tok": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    # As published models have them: vLLM reads what transformers does not.
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 128, "block_dim": 128},
+    "deepseek_v3": {
+        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "max_position_embeddings": 163840},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096},
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    },
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid"},
+    "afmoe": {"score_func": "sigmoid", "route_norm": True},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 32},
+    "glm4_moe": {"head_dim": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "phi3": {
+        "rope_parameters": {
+            **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096},
+            **{"short_factor": [1 + k / 8 for k in range(16)], "long_factor": [2 + k / 2 for k in range(16)]},
+        }
+    },
     "youtu": {"pad_token_id": None},  # transformers makes the padding token's row 0 whenever it loads one
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "glm4": {"partial_rotary_factor": 0.5},
 }
 SEQUENCES = [[4, 5, 6, 7, 8], [9], [10, 4], [11, 12, 13, 14, 15, 4, 5, 20, 21, 22, 23], [4, 5, 6, 30]]
+SEQUENCES.append([4 + 7 * place % 89 for place in range(40)])  # longer than every window and chunk
 
 
 def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     """Four layers, of every kind that the architecture has."""
     known = AutoConfig.for_model(model_type).to_dict()
-    wanted = {**_SIZES, **_CHANGES.get(model_type, {}), **changes}
-    sizes = {name: value for name, value in wanted.items() if name in known or name in changes}
+    sizes = {name: value for name, value in _SIZES.items() if name in known}
+    sizes |= {**_CHANGES.get(model_type, {}), **changes}
     if "qk_rope_head_dim" in known:  # heads of two parts, all of them of their own
-        sizes |= {"num_key_value_heads": 4, "head_dim": 32}
+        sizes |= {"num_key_value_heads": 4, "head_dim": 64}
     return AutoConfig.for_model(model_type, **sizes)
 
 

@@ -36,7 +36,8 @@ MAY_USE_ANY_LIBRARY = ("cli", "benchmarks")  # the command talks to Prefect's cl
 LIBRARY_EXCEPTIONS = {
     ("rollouts/chat/chat_tokens.py", "transformers"),  # the tokenizer is half of the model; loaded lazily
     ("infra/weight_broadcast.py", "torch"),  # both ends of one wire: a trainer, and vLLM's workers; loaded lazily
-    ("rollouts/engines/fixed_order.py", "torch"),  # it is called inside vLLM's worker; loaded lazily
+    ("rollouts/engines/fixed_order.py", "torch"),  # as the next but one
+    ("rollouts/engines/vllm_repairs.py", "torch"),  # as the next one
     ("rollouts/engines/vllm_worker.py", "torch"),  # it runs inside vLLM's worker; loaded lazily
     ("infra/prefect_server.py", "uvicorn"),  # it is Prefect's server
     ("trainers/data/samples.py", "pyarrow"),  # a table straight into arrays, without a copy through Python lists

@@ -32,6 +32,7 @@ from storage.log.runs import model_key
 from storage.objects.digests import WEIGHTS_FILE, DigestMismatch, sha256_of, verify_folder
 from storage.objects.staging import staging_folder
 from storage.policies.adapters import check_adapters
+from storage.policies.model_config import num_positions, text_part
 from storage.policies.policies import PolicyReader
 from storage.shards.reward_sets import read_rewards, with_rewards
 from storage.shards.shards import DamagedShard, read_shard
@@ -177,7 +178,7 @@ class RunTrainer:
             refuse_shards(
                 samples,
                 vocab_size=model.vocab_size,
-                max_positions=getattr(model, "max_position_embeddings", None),
+                max_positions=num_positions(text_part(model.to_dict())),
                 base_version=claim.base_version,
                 tokenizers={name: digest.decode() for name, digest in digests.items()},
                 base_tokenizer=self._base_tokenizer,

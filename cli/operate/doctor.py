@@ -223,7 +223,7 @@ def check_device(config: RunConfig | None) -> Finding:
     """GPUs of this machine, or of the Ray cluster, and whether they hold the run file's ranks and engines; without any,
     who computes with how many threads."""
     from infra.placement import gpus_of, nodes_to_use
-    from rollouts.engines.model_config import number_bytes
+    from storage.policies.model_config import number_bytes
     from tasks.checks.learning_rate import num_parameters
     from tasks.checks.memory_plan import memory_plan
     from tasks.checks.preflight import about_model, check_devices

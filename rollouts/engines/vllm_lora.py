@@ -21,11 +21,10 @@ from rollouts.engines.engine import EngineError, checked_logprobs
 from rollouts.engines.vllm_worker import ReloadExtension, answering, results
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_file
-from storage.policies.adapters import ADAPTER_WEIGHTS
+from storage.policies.adapters import ADAPTER_WEIGHTS, adapter_layers
 
 EXTENSION = "rollouts.engines.vllm_lora.AdapterExtension"
 _SLOT_ID = 1  # vLLM counts from 1; 0 is no adapter
-_PREFIX = "base_model.model."  # peft's name of the model around the model
 _PROMPT = list(range(8))
 _VISIBLE = 1e-3  # nats, far above rounding: the check at the start must change a logprob by more
 
@@ -94,6 +93,9 @@ class AdapterExtension(ReloadExtension):
         """
         from vllm.lora.request import LoRARequest
 
+        from rollouts.engines.vllm_repairs import rotate_by_heads
+
+        rotate_by_heads(self.model_runner.get_model())
         manager = self.model_runner.lora_manager
         if not folder:
             manager.remove_adapter(_SLOT_ID)
@@ -103,7 +105,8 @@ class AdapterExtension(ReloadExtension):
         path = Path(folder)
         manager.add_adapter(LoRARequest("policy", _SLOT_ID, folder, load_inplace=True))
         config = json.loads((path / "adapter_config.json").read_text())
-        slot_digest = self._compare_slot(_weights(path / ADAPTER_WEIGHTS), scale=config["lora_alpha"] / config["r"])
+        layers = adapter_layers(path / ADAPTER_WEIGHTS)
+        slot_digest = self._compare_slot(layers, scale=config["lora_alpha"] / config["r"])
         return sha256_of_file(path / ADAPTER_WEIGHTS), slot_digest
 
     def fill_adapter(self) -> None:
@@ -123,8 +126,10 @@ class AdapterExtension(ReloadExtension):
         for name, module in self._adapted():
             parts = [left.pop(part, (None, None)) for part in packed.get(name, [name])]
             expected_a, expected_b = [a for a, _ in parts], [b for _, b in parts]
+            if len(parts) < len(module.lora_a_stacked):  # one matrix in the file, several in the layer: Mamba's input
+                expected_a, expected_b = module.expand_packed_lora(expected_a, expected_b)
             if module.tp_size > 1:
-                one = len(parts) == 1
+                one = len(expected_a) == 1
                 expected_a = _listed(module.slice_lora_a(expected_a[0] if one else expected_a))
                 expected_b = _listed(module.slice_lora_b(expected_b[0] if one else expected_b))
             pairs = zip(module.lora_a_stacked, module.lora_b_stacked, expected_a, expected_b, strict=True)
@@ -136,18 +141,6 @@ class AdapterExtension(ReloadExtension):
         if left:
             raise InvalidInput(f"the engine cannot adapt {min(left)}; take it out of train.lora.target_modules")
         return digest.hexdigest()
-
-
-def _weights(file: Path) -> dict[str, tuple[Any, Any]]:
-    """Layer → (A, B) of an adapter file."""
-    from safetensors.torch import load_file
-
-    tensors = load_file(str(file))
-    layers = {name.removeprefix(_PREFIX).rsplit(".lora_", 1)[0] for name in tensors}
-    return {
-        layer: (tensors[f"{_PREFIX}{layer}.lora_A.weight"], tensors[f"{_PREFIX}{layer}.lora_B.weight"])
-        for layer in layers
-    }
 
 
 def _holds(held: Any, matrix: Any, scale: float) -> bool:

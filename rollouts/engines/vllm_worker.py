@@ -142,7 +142,10 @@ class ReloadExtension:
         """
         from vllm.platforms import current_platform
 
+        from rollouts.engines.vllm_repairs import CopiesAreLoads, rotate_by_heads
+
         model = self.model_runner.get_model()
+        rotate_by_heads(model)
         methods: dict[str, Any] = {
             name: getattr(module, "quant_method", None) for name, module in model.named_modules()
         }
@@ -164,7 +167,8 @@ class ReloadExtension:
 
         model.load_weights = load_and_check
         try:
-            self.model_runner.reload_weights(**source)
+            with CopiesAreLoads(model):
+                self.model_runner.reload_weights(**source)
         except BaseException:
             self._end_reload(model)
             raise

@@ -17,10 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import vllm_source
 from rollouts.engines.engine import Engine
-from rollouts.engines.model_config import model_config, num_positions, stored_dtype
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
+from storage.policies.model_config import model_config, num_positions, stored_dtype
 
 
 def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:

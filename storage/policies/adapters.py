@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,11 +24,25 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """The weights of a policy that is an adapter of the run's base model."""
 ADAPTER_CONFIG = "adapter_config.json"
 """Its rank, scale and adapted layers, as peft writes them."""
+SAVED_PREFIX = "base_model.model."
+"""peft's name of the model around the model."""
 
 
 def has_adapter(folder: Path) -> bool:
     """True if the policy in a folder is an adapter, False if it has whole weights."""
     return (folder / ADAPTER_WEIGHTS).exists()
+
+
+def adapter_layers(file: Path) -> dict[str, tuple[Any, Any]]:
+    """Layer → (A, B) of an adapter file, as tensors of torch; layers are named as in the model itself."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(str(file))
+    layers = {name.removeprefix(SAVED_PREFIX).rsplit(".lora_", 1)[0] for name in tensors}
+    return {
+        layer: (tensors[f"{SAVED_PREFIX}{layer}.lora_A.weight"], tensors[f"{SAVED_PREFIX}{layer}.lora_B.weight"])
+        for layer in layers
+    }
 
 
 def check_adapters(table: pa.Table, *, shard_id: str, policies: Mapping[int, Policy]) -> None:

@@ -27,10 +27,10 @@ import psutil
 from pydantic import ValidationError
 
 from infra.placement import GpuMemory, gpu_memory
-from rollouts.engines.model_config import num_positions, number_bytes, token_bytes
 from rollouts.engines.vllm_core import cache_bytes
 from settings.errors import InvalidInput, size
 from settings.run_file import RunConfig
+from storage.policies.model_config import num_positions, number_bytes, token_bytes
 from tasks.checks.learning_rate import num_parameters
 
 ADAPTER_SHARE = 0.02

@@ -24,7 +24,7 @@ from infra.environment import nearest_existing, tracking_uri
 from infra.placement import check_shares, gpus_of, nodes_to_use
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_parser
-from rollouts.engines.model_config import model_config, num_positions
+from rollouts.engines.vllm_core import is_cpu_build
 from rollouts.production.engine_choice import check_engine_arguments
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
@@ -39,6 +39,7 @@ from settings.warmup import TINY_POSITIONS
 from storage.log.runs import check_run_id, open_run
 from storage.objects.hub import check_on_hub
 from storage.objects.opening import open_store, probe
+from storage.policies.model_config import EXPERTS, model_config, num_positions
 from storage.records import Task
 from storage.tracking.trackers import check_trackers
 from tasks.checks.memory_plan import check_memory
@@ -91,6 +92,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
             if not loaded.demonstrations(1, seed=0):
                 raise InvalidInput(f"{config.workflow}.demonstrations(1, seed=0) returned no conversation")
     check_lengths(config)
+    check_adapters(config)
     check_engine_arguments(config.engine.vllm)
     check_devices(config)
     if config.reproducible:
@@ -263,6 +265,17 @@ def check_lengths(config: RunConfig) -> None:
                 f"{key} = {value}, but {config.model or 'the tiny model'} has {positions} positions for prompt and "
                 f"replies: use at most {most}, or leave it out"
             )
+
+
+def check_adapters(config: RunConfig) -> None:
+    """Raise `InvalidInput` for adapters in a model with experts if the installed vLLM is its CPU build, which computes
+    experts in another way as soon as it may hold adapters, and not on CPUs."""
+    has_experts = any(about_model(config).get(name) for name in EXPERTS)
+    if config.train.lora is not None and config.engine.kind == "vllm" and has_experts and is_cpu_build():
+        raise InvalidInput(
+            f"train.lora: vLLM's build for CPUs holds no adapters in a model with experts ({config.model}); leave "
+            "train.lora out to train all weights, or use the build for GPUs"
+        )
 
 
 def about_model(config: RunConfig) -> dict[str, Any]:

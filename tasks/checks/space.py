@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rollouts.engines.model_config import stored_dtype
 from settings.run_file import RunConfig
+from storage.policies.model_config import stored_dtype
 from storage.policies.policies import LARGEST_DELTA
 from storage.retention.rules import NEWEST_STATES
 from storage.tracking.registry import ALL_POINTS

@@ -27,13 +27,18 @@ BY_TOKEN = {"moe", "mlp", "dense", "sparse"}
 """What `layer_types` of a configuration may say. Others choose the tokens they attend to, or compress them."""
 _NOT_PACKED = {
     "has no decoder layers in a list": (
-        "bloom codegen cpmant ctrl falcon gpt2 gpt_bigcode gpt_neo gptj hrm_text mpt opt rwkv xlstm"
+        "bert bert-generation big_bird bloom camembert codegen cpmant ctrl data2vec-text electra ernie falcon gpt2 "
+        "gpt_bigcode gpt_neo gptj hrm_text megatron-bert mpt opt rembert roberta roberta-prelayernorm roformer rwkv "
+        "xlm-roberta xlm-roberta-xl xlstm xmod"
     ),
     "has attention that a pack cannot take over": "doge gpt_neox_japanese modernbert-decoder recurrent_gemma",
+    "has layers that choose the tokens they attend to, or compress them": (
+        "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 inkling_text qwen4_exp qwen4_exp_text"
+    ),
 }
-"""Architectures that a trial refuses, by reason."""
-_BY_LENGTH = {"dynamic", "longrope"}
-"""Kinds of rotary embedding that depend on the longest row."""
+"""Architectures that a trial refuses, by reason: a `config.json` need not say what its layers are."""
+_BY_LENGTH = {"dynamic"}
+"""Kinds of rotary embedding that depend on the longest row. Of `longrope` see `num_positions`."""
 _OF_A_STATE = re.compile(r"^(mamba|ssm|conv|linear_conv|lru)_")
 """Keys of a configuration that only models with such layers have."""
 _WITHOUT_CONVOLUTION = ("LightningAttention",)

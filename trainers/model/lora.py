@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,13 +25,12 @@ from torch import nn
 
 from settings.errors import InvalidInput
 from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE, seal_folder
-from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
+from storage.policies.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SAVED_PREFIX, adapter_layers, has_adapter
 from trainers.model.distributed import copy_into, full
 from trainers.model.kinds import decoder_of
 from trainers.model.stored import stored_dtypes, write_weights
 from trainers.model.weight_index import INDEX_FILE
 
-_SAVED_PREFIX = "base_model.model."  # peft's name of the model around the model
 _NAME = "default"  # of the only adapter
 
 
@@ -47,23 +47,38 @@ def add_adapters(
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    within = next(name for name, module in causal_lm.named_modules() if module is decoder_of(causal_lm).layers) + "."
+    layers = decoder_of(causal_lm).layers
+    within = next(name for name, module in causal_lm.named_modules() if module is layers) + "."
     linear = [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)]
-    chosen = [name for name in linear if name.startswith(within)]
+    chosen = [name for name in linear if name.startswith(within) and not _stays(causal_lm, name)]
     if target_modules != "all-linear":
         names = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in chosen}))
         chosen = []
         for each in target_modules:
-            layers = [name for name in linear if f".{name}".endswith(f".{each}")]
-            if not layers or not all(name.startswith(within) for name in layers):
-                what = "is no part of the decoder layers" if layers else "is the name of no linear layer of this model"
+            matches = [name for name in linear if f".{name}".endswith(f".{each}")]
+            if not matches or not all(name.startswith(within) for name in matches):
+                what = "is no part of the decoder layers" if matches else "is the name of no linear layer of this model"
                 raise InvalidInput(f"train.lora.target_modules: {each!r} {what}; choose from {names}")
-            chosen += layers
+            if any(_stays(causal_lm, name) for name in matches):
+                what = "is a router's, or of a state-space layer whose kernels take its weight without it"
+                raise InvalidInput(f"train.lora.target_modules: {each!r} {what}; choose from {names}")
+            chosen += matches
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         # peft takes fractions for alpha, and so does vLLM.
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=sorted(set(chosen)))
-        inject_adapter_in_model(config, causal_lm, adapter_name=_NAME)
+        own_names = sorted({name.removeprefix(within) for name in chosen})
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=own_names)
+        for parameter in causal_lm.parameters():
+            parameter.requires_grad_(False)
+        # Into the layers, which have no `config`: in a model peft 0.21 takes `shared_expert.down_proj` for the experts.
+        inject_adapter_in_model(config, layers, adapter_name=_NAME)
+
+
+def _stays(causal_lm: nn.Module, name: str) -> bool:
+    """True for a router, and for the layers of Mamba whose weights its kernels on GPUs take: all but the first."""
+    owner, _, own = name.rpartition(".")
+    is_state_space = isinstance(getattr(causal_lm.get_submodule(owner), "D", None), nn.Parameter)
+    return "router" in name.split(".") or (is_state_space and own != "in_proj")
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -108,7 +123,7 @@ def saved_name(name: str) -> str:
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
     """
     name = name.removeprefix("causal_lm.")
-    return _SAVED_PREFIX + name.replace(f".{_NAME}.", ".") if _is_adapter(name) else name
+    return SAVED_PREFIX + name.replace(f".{_NAME}.", ".") if _is_adapter(name) else name
 
 
 def _is_adapter(name: str) -> bool:
@@ -123,7 +138,7 @@ def write_adapter(causal_lm: nn.Module, folder: Path | None, *, base: str) -> No
         return
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
-    config = copy.copy(causal_lm.peft_config[_NAME])
+    config = copy.copy(decoder_of(causal_lm).layers.peft_config[_NAME])
     config.base_model_name_or_path, config.inference_mode = base, True
     config.target_modules = sorted(adapted_layers(causal_lm))
     config.save_pretrained(str(folder))
@@ -148,11 +163,13 @@ def read_adapter(causal_lm: nn.Module, folder: Path) -> None:
 def merge_adapter(base_folder: Path, adapter_folder: Path, folder: Path) -> str:
     """Write the base model with W + (alpha / rank) · B A in the place of W as a sealed folder in HF layout, merged in
     float32 and stored in the types of the base's weights; returns the weights digest."""
-    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(str(base_folder), dtype=torch.float32)
-    merged = PeftModel.from_pretrained(model, str(adapter_folder)).merge_and_unload(safe_merge=True)
+    merged = AutoModelForCausalLM.from_pretrained(str(base_folder), dtype=torch.float32)
+    config = json.loads((adapter_folder / ADAPTER_CONFIG).read_text())
+    with torch.no_grad():
+        for layer, (a, b) in adapter_layers(adapter_folder / ADAPTER_WEIGHTS).items():
+            merged.get_submodule(layer).weight += b.float() @ a.float() * (config["lora_alpha"] / config["r"])
     shutil.copytree(base_folder, folder, ignore=shutil.ignore_patterns(DIGEST_FILE, "*.safetensors", INDEX_FILE))
     dtypes = stored_dtypes(base_folder)
     write_weights(merged, dict(merged.named_parameters()), base_folder, folder / WEIGHTS_FILE, dtypes=dtypes)

@@ -12,7 +12,6 @@ import pytest
 from cli.operate.doctor import check_sandbox
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
-from rollouts.engines.model_config import model_config, num_positions
 from rollouts.production.engine_choice import fitted_to_model
 from rollouts.production.worker import RolloutWorker
 from rollouts.sandbox import sandbox
@@ -22,6 +21,7 @@ from settings.run_file import RunConfig, load_run_file
 from storage.log.entries import Session, TaskSet
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore, StoreError
+from storage.policies.model_config import model_config, num_positions
 from storage.records import Message, Task
 from tasks.checks import preflight, trial
 from tests.builders import a_config
@@ -99,6 +99,23 @@ def test_lengths_that_were_set_must_fit_the_model_and_others_are_cut_to_it(tmp_p
         preflight.check_run(
             run(model=str(model), engine={"max_model_len": 4096}, train={"tokens_per_microbatch": 4096})
         )
+
+
+def test_adapters_beside_experts_are_refused_where_vllm_cannot_hold_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.json"
+    settings: dict[str, Any] = {"model": str(tmp_path), "train": {"lora": {"rank": 4}}}
+    run = load_run_file({"workflow": "examples.arithmetic:Arithmetic", **settings})
+    monkeypatch.setattr(preflight, "is_cpu_build", lambda: True)
+    config.write_text('{"num_experts": 4}')
+    with pytest.raises(InvalidInput, match="holds no adapters in a model with experts .* leave train.lora out"):
+        preflight.check_adapters(run)
+    config.write_text('{"num_experts": null}')
+    preflight.check_adapters(run)
+    config.write_text('{"num_experts": 4}')
+    monkeypatch.setattr(preflight, "is_cpu_build", lambda: False)
+    preflight.check_adapters(run)
 
 
 class _Echo(Workflow):

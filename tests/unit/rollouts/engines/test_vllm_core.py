@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import multiprocessing
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.engines.vllm_core import CoreStart
+from rollouts.engines.vllm_core import CoreStart, with_latent_attention
 from tests.processes import has_imported, num_new_pages
 
 pytestmark = pytest.mark.server
@@ -54,6 +55,23 @@ def test_a_core_of_one_part_on_cpus_has_imported_everything_and_every_core_keeps
     assert found is (parts == 1 and not on_gpu)
     if hasattr(ctypes.CDLL(None), "mallopt"):  # glibc
         assert new_pages < 8_000 < num_new_pages(), "of 16,384 pages, those the kernel had to give anew"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about", "backend"),
+    [
+        ({"dtype": "float32"}, {"kv_lora_rank": 512}, "CPU_MLA"),
+        ({}, {"kv_lora_rank": 512, "dtype": "float32"}, "CPU_MLA"),
+        ({"dtype": "bfloat16"}, {"kv_lora_rank": 512}, None),
+        ({"dtype": "float32"}, {}, None),
+        ({"dtype": "float32", "attention_backend": "AMX_MLA"}, {"kv_lora_rank": 512}, "AMX_MLA"),
+    ],
+)
+def test_latent_attention_in_float32_is_the_one_that_computes_in_it(
+    tmp_path: Path, arguments: dict[str, Any], about: dict[str, Any], backend: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    assert with_latent_attention(arguments, tmp_path).get("attention_backend") == backend
 
 
 def _look() -> tuple[bool, int]:

@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from settings.errors import InvalidInput
 from storage.objects.digests import seal_folder, verify_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS
+from tests.architectures import tiny_config
+from tests.architectures import tiny_folder as random_folder
 from tests.unit.trainers.builders import (
     largest_difference,
     load_causal_lm,
@@ -113,6 +116,26 @@ def test_the_seed_alone_decides_the_adapters_and_no_others_random_numbers(tiny_f
 def test_a_layer_that_could_not_be_trained_is_refused(tiny_folder: Path, names: list[str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         _adapted(tiny_folder, target_modules=names)
+
+
+def test_of_a_state_space_layer_only_the_input_is_adapted(tmp_path: Path) -> None:
+    """Its kernels on GPUs take the other weights by themselves: adapters on them would do nothing there."""
+    random_folder(tmp_path, tiny_config("falcon_h1", num_hidden_layers=1))
+    names = {name.rsplit(".", 1)[-1] for name in adapted_layers(_adapted(tmp_path)) if "mamba" in name}
+    assert names == {"in_proj"}
+    with pytest.raises(InvalidInput, match="'out_proj' is .* of a state-space layer .*; choose from .*in_proj"):
+        _adapted(tmp_path, target_modules=["out_proj"])
+
+
+def test_beside_fused_experts_linear_layers_alone_are_adapted_and_merged(tmp_path: Path) -> None:
+    """peft would look for `shared_expert.down_proj` among the experts."""
+    base = tmp_path / "base"
+    random_folder(base, tiny_config("qwen3_next"))
+    trained = _trained(base)
+    names = {name.split(".", 3)[3] for name in adapted_layers(trained)}
+    assert {"mlp.shared_expert.down_proj", "self_attn.q_proj", "linear_attn.out_proj"} <= names
+    merge_adapter(base, _written(trained, tmp_path / "policy"), tmp_path / "merged")
+    torch.testing.assert_close(_logprobs(load_causal_lm(tmp_path / "merged")), _logprobs(trained), atol=1e-4, rtol=0)
 
 
 def test_switched_off_it_is_the_base_model_bit_for_bit_and_switched_on_it_trains_again(tiny_folder: Path) -> None:

@@ -191,7 +191,6 @@ def test_what_is_offloaded_is_what_layers_keep_but_for_weights(
 
 
 _ROPE = {"rope_theta": 1e4, "factor": 4.0}
-_LONGROPE = {"short_factor": [1.0] * 3, "long_factor": [4.0] * 3, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
@@ -199,9 +198,8 @@ _LONGROPE = {"short_factor": [1.0] * 3, "long_factor": [4.0] * 3, "original_max_
     [
         (GPT2Config(vocab_size=16, n_embd=32, n_layer=1, n_head=2), "no decoder layers"),
         (LlamaConfig(**_SIZES, rope_parameters={"rope_type": "dynamic", **_ROPE}), "dynamic"),
-        (LlamaConfig(**_SIZES, rope_parameters={"rope_type": "longrope", **_ROPE, **_LONGROPE}), "longrope"),
     ],
-    ids=["no layers", "dynamic", "longrope"],
+    ids=["no layers", "dynamic"],
 )
 def test_a_model_that_packing_would_train_wrongly_is_refused_with_what_to_use(
     tmp_path: Path, config: PreTrainedConfig, what: str

@@ -72,8 +72,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown kind": (lambda f: _change(f / "config.json", model_type="kimi_k9"), "'kimi_k9' is no causal language"),
     "not for text": (lambda f: _change(f / "config.json", model_type="vit"), "'vit' is no causal language model"),
     "sparse attention": (
-        lambda f: _change(f / "config.json", model_type="deepseek_v32", layer_types=["indexed_attention"]),
-        "DeepseekV32ForCausalLM has layers of kind 'indexed_attention'; docs/models.md",
+        lambda f: _change(f / "config.json", model_type="llama", layer_types=["indexed_attention"]),
+        "LlamaForCausalLM has layers of kind 'indexed_attention'; docs/models.md",
     ),
     "rotary by length": (
         lambda f: _change(f / "config.json", rope_scaling={"type": "dynamic"}),

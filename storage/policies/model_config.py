@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What a `config.json` may call the number of experts in a layer."""
+
 
 def model_config(model: Path) -> dict[str, Any]:
     """The `config.json` of a model folder, of its language part if it sees images too."""
@@ -22,8 +25,16 @@ def text_part(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_positions(about: Mapping[str, Any]) -> int | None:
-    """Longest sequence that a model's config allows, in tokens; None if it does not say."""
-    return about.get("max_position_embeddings") or about.get("n_positions")
+    """Longest sequence that a model's config allows, in tokens; None if it does not say.
+
+    With `longrope` (Phi-3 and 4) as many as the model was first trained on: for longer ones transformers takes other
+    frequencies, and so does vLLM, but for all sequences of an engine that may have longer ones.
+    """
+    longest: int | None = about.get("max_position_embeddings") or about.get("n_positions")
+    rope = about.get("rope_parameters") or about.get("rope_scaling") or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        return rope.get("original_max_position_embeddings") or about.get("original_max_position_embeddings") or longest
+    return longest
 
 
 def stored_dtype(about: Mapping[str, Any]) -> str:

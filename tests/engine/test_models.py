@@ -1,0 +1,36 @@
+"""Architectures that vLLM computes or reloads in other ways than Llama are trained and served exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PROJECT
+
+_KINDS = ["gpt_oss", "lfm2", "deepseek_v3", "qwen3_moe"]
+"""Experts and sinks that are copied; heads that are rotated apart; latent attention; experts one by one."""
+
+
+@pytest.mark.slow
+def test_a_row_of_the_table_comes_out_again(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.models",
+        *_KINDS,
+        "--without",
+        "slot",
+        "--json",
+        str(tmp_path / "models.json"),
+    ]
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    subprocess.run(command, check=True, timeout=900, cwd=PROJECT, env=environment)
+    rows = json.loads((tmp_path / "models.json").read_text())
+    columns = ("packed", "all", "ranks", "adapters", "served")
+    assert {name: row[column] for name, row in rows.items() for column in columns if row[column].startswith("no")} == {}
+    assert rows.keys() == set(_KINDS)
