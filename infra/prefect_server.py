@@ -1,8 +1,8 @@
 """Prefect's server beside a command: the same as Prefect starts for a flow by itself, but nobody waits for it here.
 
 In: a state folder. Out: `PREFECT_API_URL` for this process and its children at once, and later a server there, which
-ends with this process. Prefect's own way imports the whole server into the process of the flow, and stops that process
-until the server answers.
+ends with this process, however that ends. Prefect's own way imports the whole server into the process of the flow,
+stops that process until the server answers, and leaves the server behind if the process is killed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import importlib.util
 import os
 import subprocess
 import sys
@@ -19,8 +18,10 @@ from pathlib import Path
 
 import httpx
 
+from infra.forks import end_with_parent
 from infra.ports import free_port
 from infra.services import ServiceFailed
+from infra.user_code import own_command
 
 SECONDS_TO_START = 300.0
 """One that ends is noticed at once; a busy machine needs minutes."""
@@ -41,16 +42,13 @@ class ServerBeside:
         """Start it, unless it runs; `answers` waits for it."""
         if self._process is not None and self._process.poll() is None:
             return
-        [package] = importlib.util.find_spec("prefect").submodule_search_locations  # type: ignore[union-attr, misc]
         host, _, port = self.url.removeprefix("http://").partition(":")
-        # These are Prefect's own; by the second, `end_orphaned_servers` knows it.
+        # These are Prefect's own.
         environment = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "uvicorn", "--app-dir", str(Path(package).parent)]
-                + ["--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
-                + ["--host", host, "--port", port, "--log-level", "error"],
+                [*own_command("infra.prefect_server:serve"), host, port, str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -83,3 +81,21 @@ class ServerBeside:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def serve() -> None:
+    """The server's life, in a process of its own; its arguments are host, port and the process that it ends with."""
+    host, port, parent = sys.argv[1:]
+    end_with_parent()
+    if os.getppid() != int(parent):
+        return  # it had ended before
+    import uvicorn
+
+    uvicorn.run(
+        "prefect.server.api.server:create_app",
+        factory=True,
+        lifespan="on",
+        host=host,
+        port=int(port),
+        log_level="error",
+    )

@@ -160,24 +160,6 @@ def check_prefect_database(home: Path) -> None:
         )
 
 
-def end_orphaned_servers(home: Path) -> list[int]:
-    """End the servers that Prefect started beside drivers which were killed; returns their process ids."""
-    ended = []
-    for process in psutil.process_iter():
-        try:
-            variables = process.environ()
-            ours = variables.get("PREFECT__SERVER_EPHEMERAL") and variables.get("PREFECT_HOME") == str(home / "prefect")
-            parent = process.parent() if ours else None
-            # Only root may ask what the first process runs, and not everywhere.
-            if not ours or (parent is not None and parent.pid != 1 and "python" in Path(parent.exe()).name):
-                continue
-            process.terminate()
-        except psutil.Error:
-            continue  # it ended meanwhile, or belongs to another user
-        ended.append(process.pid)
-    return ended
-
-
 def _recorded_services(home: Path) -> dict[str, Service]:
     """The services that `start_services` started last, alive or not, by name."""
     file = home / "services.json"

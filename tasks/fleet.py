@@ -47,13 +47,16 @@ they compute, and one thread is left to vLLM's front end and rewards."""
 Result = TypeVar("Result")
 
 
-def engine_threads(num_threads: int, num_engines: int, alone: bool) -> int:
-    """Threads of one of several engines on a machine's processors. They divide all of them if they are `alone` on them
-    while they compute, and all but one if a trainer computes beside them.
+def engine_threads(num_threads: int, num_engines: int, *, max_staleness: float, weights_bytes: int) -> int:
+    """Threads of one of several engines on a machine's processors. At staleness 0 the trainer waits while they compute,
+    and they divide all threads; else it computes beside them, and they leave one.
 
-    >>> engine_threads(8, 1, True), engine_threads(8, 2, True), engine_threads(8, 2, False)
-    (8, 4, 3)
+    >>> [engine_threads(8, engines, max_staleness=0, weights_bytes=10**9) for engines in (1, 2)]
+    [8, 4]
+    >>> engine_threads(8, 2, max_staleness=1, weights_bytes=10**9)
+    3
     """
+    alone = max_staleness == 0 and weights_bytes >= _LARGE
     return max(1, (num_threads if alone else num_threads - 1) // num_engines)
 
 
@@ -117,8 +120,11 @@ class Fleet:
         self.hosted[name] = hosted = await self.cluster.host(name, path, num_gpus=num_gpus)
         on = ""
         if not num_gpus:
-            all_threads, takes_turns = int(os.environ["OMP_NUM_THREADS"]), self.config.max_staleness == 0
-            threads = engine_threads(all_threads, self._num_engines, takes_turns and self._weights_bytes() >= _LARGE)
+            all_threads = int(os.environ["OMP_NUM_THREADS"])
+            staleness, weights_bytes = self.config.max_staleness, self._weights_bytes()
+            threads = engine_threads(
+                all_threads, self._num_engines, max_staleness=staleness, weights_bytes=weights_bytes
+            )
             on = f" with {threads} of {counted(all_threads, 'thread')}"
             await hosted.prepare({"OMP_NUM_THREADS": str(threads)})
         logger.info("starting the inference engine of %s%s", name, on)

@@ -37,6 +37,7 @@ LIBRARY_EXCEPTIONS = {
     ("rollouts/chat/chat_tokens.py", "transformers"),  # the tokenizer is half of the model; loaded lazily
     ("infra/weight_broadcast.py", "torch"),  # both ends of one wire: a trainer, and vLLM's workers; loaded lazily
     ("rollouts/engines/vllm_worker.py", "torch"),  # it runs inside vLLM's worker; loaded lazily
+    ("infra/prefect_server.py", "uvicorn"),  # it is Prefect's server
     ("trainers/data/samples.py", "pyarrow"),  # a table straight into arrays, without a copy through Python lists
     # The search agent's retrieval server and program are programs of their own, which no process of a run imports.
     ("examples/search_agent/program.py", "openai"),

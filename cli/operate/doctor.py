@@ -220,8 +220,11 @@ def check_hub(config: RunConfig | None) -> Finding:
 
 
 def check_device(config: RunConfig | None) -> Finding:
-    """GPUs of this machine, or of the Ray cluster, and whether they hold the run file's ranks and engines."""
+    """GPUs of this machine, or of the Ray cluster, and whether they hold the run file's ranks and engines; without any,
+    who computes with how many threads."""
     from infra.placement import gpus_of, nodes_to_use
+    from rollouts.engines.model_config import number_bytes
+    from tasks.checks.learning_rate import num_parameters
     from tasks.checks.memory_plan import memory_plan
     from tasks.checks.preflight import about_model, check_devices
 
@@ -230,7 +233,19 @@ def check_device(config: RunConfig | None) -> Finding:
     if config is None:
         return Finding(f"{where}: {gpus_of(nodes):g} GPUs")
     check_devices(config)
-    plan = [f"{d.name} about {size(d.needed)} of {size(d.total)}" for d in memory_plan(config, about_model(config))]
+    about = about_model(config)
+    plan = [f"{d.name} about {size(d.needed)} of {size(d.total)}" for d in memory_plan(config, about)]
+    if not gpus_of(nodes):
+        from tasks.fleet import engine_threads
+
+        cores, num_engines = len(os.sched_getaffinity(0)), config.rollout.num_workers + config.evaluation.own_engine
+        weights_bytes = (num_parameters(config) or 0) * number_bytes(config.engine.vllm, about)
+        threads = engine_threads(
+            cores, max(1, num_engines), max_staleness=config.max_staleness, weights_bytes=weights_bytes
+        )
+        each = f"{counted(num_engines, 'engine')} of {threads}"
+        ranks = f"{counted(config.train.num_ranks, 'trainer rank')} of {config.train.num_threads or cores}"
+        plan.append(f"of {counted(cores, 'thread')}: {each}, {ranks}")
     return Finding("; ".join([f"{where}: {gpus_of(nodes):g} GPUs, which hold the run", *plan]))
 
 

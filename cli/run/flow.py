@@ -28,7 +28,7 @@ from infra import forks
 from infra.environment import make_home
 from infra.placement import has_cores_for
 from infra.prefect_server import ServerBeside
-from infra.services import ServiceFailed, check_prefect_database, end_orphaned_servers, running_services
+from infra.services import ServiceFailed, check_prefect_database, running_services
 from infra.structured_logs import log_driver, logs_are_json
 from settings.places.hints import command
 from settings.places.state_folder import home
@@ -62,7 +62,6 @@ def run_flow(
     Raises `ServiceFailed` if Prefect's server is away, `InvalidInput` for a state folder that cannot be made.
     """
     make_home()
-    end_orphaned_servers(home())
     _choose_prefect()
     from tasks.prefect.run_logs import progress
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cli.run import flow
@@ -19,6 +23,7 @@ from infra.prefect_server import ServerBeside
 from infra.services import ServiceFailed
 from tasks.session import OPENED, RunSession, in_flow_run
 from tests.builders import a_log, a_session
+from tests.conftest import PROJECT
 
 _SERVES = """#!{python}
 import http.server, sys
@@ -26,7 +31,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/api/health" else 404)
         self.end_headers()
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-2])), Handler).serve_forever()
 """
 
 
@@ -132,3 +137,25 @@ def test_the_server_beside_a_command_answers_or_the_command_says_where_its_log_i
             asyncio.run(server.answers())
     finally:
         server.stop()
+
+
+_STARTS = """
+import asyncio, os, sys
+from pathlib import Path
+from infra.prefect_server import ServerBeside
+server = ServerBeside(Path(sys.argv[1]))
+server.start()
+asyncio.run(server.answers())
+print(server._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.server
+def test_the_server_beside_a_command_that_is_killed_ends_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _STARTS, str(tmp_path)]
+    variables = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect")}
+    started = subprocess.run(command, cwd=PROJECT, env=variables, capture_output=True, check=False)
+    assert started.returncode == -signal.SIGKILL, started.stderr
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(started.stdout)).wait(timeout=60)
