@@ -119,7 +119,8 @@ class TrainSettings(Block):
     """Mean |log-probability by engine − by trainer| per token of a shard that this very policy sampled, in nats, above
     which the shard is quarantined before it trains anything."""
     tokens_per_microbatch: int = Field(default=4096, ge=16)
-    """Tokens of the attempts in one forward pass of a rank; bounds memory, changes nothing else."""
+    """Tokens of the attempts in one forward pass of a rank, of which those that an attempt shares with the one before
+    it in its group count a quarter; bounds memory, changes nothing else."""
     balance: Literal["tokens", "flops"] = "tokens"
     """What ranks get evenly: tokens, or arithmetic, in which a token of a long row counts more for its attention, and
     packs of about as much of it then run at the same time. The last digits depend on it."""

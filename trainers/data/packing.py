@@ -40,22 +40,36 @@ def pack_rows(lengths: Sequence[int] | np.ndarray, *, budget: int) -> list[list[
     return [sorted(pack) for pack in packs]
 
 
-def pack_groups(lengths: np.ndarray, groups: np.ndarray, *, budget: int) -> list[list[int]]:
+_SHARED_OF_ONE = 4
+"""Shared tokens that take at most the memory of a computed one: attention alone has copies of them."""
+
+
+def pack_groups(
+    lengths: np.ndarray, groups: np.ndarray, *, budget: int, new: np.ndarray | None = None
+) -> list[list[int]]:
     """`pack_rows`, with rows of one group in one pack as far as it holds them: they begin alike.
+
+    `new` are the tokens of each row that the row before it in its group does not begin with: behind that row the
+    others count a quarter.
 
     >>> pack_groups(np.array([3, 2, 3, 2]), np.array([0, 1, 0, 1]), budget=6)
     [[0, 2], [1, 3]]
+    >>> pack_groups(np.array([100, 100, 100]), np.zeros(3), budget=160, new=np.array([100, 4, 4]))
+    [[0, 1, 2]]
     """
     parts: list[list[int]] = []
+    counts: list[int] = []
     in_order = np.argsort(groups, kind="stable").tolist()
-    num_tokens = 0
     for before, row in zip([-1, *in_order], in_order, strict=False):
-        num_tokens += int(lengths[row])
-        if before < 0 or groups[row] != groups[before] or num_tokens > budget:
-            parts.append([])
-            num_tokens = int(lengths[row])
-        parts[-1].append(row)
-    packs = pack_rows([int(lengths[part].sum()) for part in parts], budget=budget)
+        length = int(lengths[row])
+        follows = length if new is None else int(new[row]) - (int(new[row]) - length) // _SHARED_OF_ONE
+        if before < 0 or groups[row] != groups[before] or counts[-1] + follows > budget:
+            parts.append([row])
+            counts.append(length)
+        else:
+            parts[-1].append(row)
+            counts[-1] += follows
+    packs = pack_rows(counts, budget=budget)
     return [sorted(row for part in pack for row in parts[part]) for pack in packs]
 
 
@@ -156,3 +170,15 @@ def shared_tokens(input_ids_T: np.ndarray, lengths: Sequence[int] | np.ndarray) 
         num_computed += length - common
         start, ids_before, computed_before = start + length, ids, computed
     return torch.from_numpy(computed_T) if num_computed < len(computed_T) else None
+
+
+def new_tokens(computed_T: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor:
+    """How many tokens at the end of each sequence none before it has, of what `shared_tokens` returns; int64 [S].
+
+    >>> new_tokens(torch.tensor([0, 1, 2, 0, 1, 3, 4]), torch.tensor([3, 4]))
+    tensor([3, 2])
+    """
+    if computed_T is None:
+        return lengths
+    last_S = computed_T[lengths.cumsum(0) - 1].cummax(0).values
+    return torch.diff(last_S, prepend=last_S.new_full((1,), -1))

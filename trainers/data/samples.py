@@ -16,12 +16,14 @@ from settings.errors import InvalidInput
 from storage.log.entries import ClaimedGroup
 from storage.shards.schema import REQUESTS, flat, row_offsets
 
-ARITHMETIC = 2
+ARITHMETIC = 3
 """The newest way to add up the same numbers. A recorded step is computed as it was, and a run goes on as it began.
 
     1   all steps from before this was recorded
     2   bfloat16 on CPUs: attention's backward pass in float32 for short sequences; the proximal policy's
         log-probabilities only of groups that can move the policy, so in other packs
+    3   attention without flash's kernel for GPUs: what a sequence shares with those before it asks once; a pack holds
+        more of a group that shares much
 """
 
 

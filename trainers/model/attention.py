@@ -62,11 +62,19 @@ class Sight:
 
     def _mask(self, length: int, device: torch.device) -> torch.Tensor | None:
         """Booleans, [length, length]; None if a token sees all before it."""
-        places = torch.arange(length, device=device)
-        mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-        for rule in self._rules:
-            mask = mask & rule(0, 0, places[:, None], places[None, :])
+        mask = self.of(torch.arange(length, device=device), length)
         return None if int(mask.sum()) == length * (length + 1) // 2 else mask
+
+    def of(self, asked: torch.Tensor, length: int) -> torch.Tensor:
+        """What the tokens at these places see of a sequence, booleans of shape [*asked.shape, length]."""
+        places = torch.arange(length, device=asked.device)
+        mask = places <= asked[..., None]
+        for rule in self._rules:
+            mask = mask & rule(0, 0, asked[..., None], places)
+        return mask
+
+
+_ALL_BEFORE = Sight([], None)
 
 
 def packed_mask(*_: Any, mask_function: Callable[..., Any], local_size: int | None = None, **__: Any) -> Sight | None:
@@ -160,15 +168,17 @@ def _within_sequences(
             enable_gqa=query_THd.shape[1] != key_TGd.shape[1],
         )
         return from_places(output_THd, layout.end_to_end)
-    query_PHd, key_PGd, value_PGd = (to_places(tensor, layout.side_by_side) for tensor in by_token)
+    attending = layout.attending
+    places = (attending.queries, attending.keys, attending.keys)
+    placed = [to_places(tensor, where) for tensor, where in zip(by_token, places, strict=True)]
     formula = (
-        functools.partial(_attention, scale=scaling, sight=sight, short=_SHORT if layout.arithmetic >= 2 else 0)
+        functools.partial(_attention, scale=scaling, short=_SHORT if layout.arithmetic >= 2 else 0)
         if is_plain
-        else functools.partial(_written_out, scale=scaling, sight=sight, softcap=softcap, sinks_H=sinks_H)
+        else functools.partial(_written_out, scale=scaling, softcap=softcap, sinks_H=sinks_H)
     )
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True) if has_flash else nullcontext():
-        outputs = _batched(formula, (query_PHd, key_PGd, value_PGd), layout.batches)
-    return from_places(outputs, layout.side_by_side)
+        outputs = _batched(formula, placed, sight, attending.batches)
+    return from_places(outputs, attending.queries)
 
 
 def _has_flash_kernel(query_THd: torch.Tensor) -> bool:
@@ -183,27 +193,42 @@ def _has_flash_kernel(query_THd: torch.Tensor) -> bool:
 
 
 def _batched(
-    formula: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor], batches: Sequence[Batch]
+    formula: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor], sight: Sight | None, batches: Sequence[Batch]
 ) -> torch.Tensor:
     """Call the formula once per batch, on [sequences, heads, length, width]."""
-    sizes = [batch.num_sequences * batch.length for batch in batches]
+    asking = [batch.num_sequences * batch.num_asking for batch in batches]
+    asked = [batch.num_sequences * batch.length for batch in batches]
+    sizes = (asking, asked, asked)
     outputs = []
-    for batch, *its in zip(batches, *(part.split(sizes) for part in parts), strict=True):
-        side_by_side = (part.unflatten(0, (batch.num_sequences, batch.length)).transpose(1, 2) for part in its)
-        outputs.append(formula(*side_by_side).transpose(1, 2).flatten(0, 1))
+    for batch, *its in zip(batches, *(part.split(size) for part, size in zip(parts, sizes, strict=True)), strict=True):
+        side_by_side = (part.unflatten(0, (batch.num_sequences, -1)).transpose(1, 2) for part in its)
+        mask = _mask(sight, batch, parts[0].device)
+        outputs.append(formula(*side_by_side, mask=mask).transpose(1, 2).flatten(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+def _mask(sight: Sight | None, batch: Batch, device: torch.device) -> torch.Tensor | None:
+    """Booleans that spread to [sequences, heads, asking, length]; None if a token sees all before it and all ask."""
+    if batch.asked_SQ is not None:
+        return (sight or _ALL_BEFORE).of(batch.asked_SQ, batch.length)[:, None]
+    return None if sight is None else sight.mask(batch.length, device)
+
+
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float | None, sight: Sight | None, short: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float | None,
+    mask: torch.Tensor | None,
+    short: int,
 ) -> torch.Tensor:
     """SDPA. Padding stands behind a sequence, so causality alone hides it. Sequences below `short` tokens have the
     other backward pass if they are in half precision on a CPU."""
-    num_sharing, length = query.shape[1] // key.shape[1], query.shape[2]
-    mask = None if sight is None else sight.mask(length, query.device)
+    num_sharing, length = query.shape[1] // key.shape[1], key.shape[2]
     is_half = not query.is_cuda and query.dtype in _HALF and query.shape[-1] == value.shape[-1]
-    if is_half and length < short and mask is None:
-        return _ShortAttention.apply(query, key, value, scale)
+    if is_half and length < short and (mask is None or mask.dim() > 2):
+        return _ShortAttention.apply(query, key, value, mask, scale)
     if query.is_cuda and num_sharing > 1 and query.dtype not in _HALF:
         # Of the kernels for the others only the one that makes the square lets query heads share keys.
         key, value = (part.repeat_interleave(num_sharing, dim=1) for part in (key, value))
@@ -216,11 +241,19 @@ class _ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | None,
     ) -> torch.Tensor:
-        output, log_sum = _flash_on_cpu(query, key, value, 0.0, True, scale=scale)
+        ctx.options = {"scale": scale}
+        if mask is not None:
+            ctx.options["attn_mask"] = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+        options = {name: value.to(query.dtype) if name == "attn_mask" else value for name, value in ctx.options.items()}
+        output, log_sum = _flash_on_cpu(query, key, value, 0.0, mask is None, **options)
         ctx.save_for_backward(query, key, value, output, log_sum)
-        ctx.scale = scale
         return output
 
     @staticmethod
@@ -228,9 +261,9 @@ class _ShortAttention(torch.autograd.Function):
         *halves, log_sum = ctx.saved_tensors
         inputs = (tensor.float() for tensor in (gradient, *halves))
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *inputs, log_sum, 0.0, True, scale=ctx.scale
+            *inputs, log_sum, 0.0, "attn_mask" not in ctx.options, **ctx.options
         )
-        return *(each.to(gradient.dtype) for each in gradients), None
+        return *(each.to(gradient.dtype) for each in gradients), None, None
 
 
 def _written_out(
@@ -239,16 +272,15 @@ def _written_out(
     value: torch.Tensor,
     *,
     scale: float | None,
-    sight: Sight | None,
+    mask: torch.Tensor | None,
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """softmax(cap · tanh(scores / cap), sink) · values, the sink's share left out; in blocks of queries, which a
     backward pass computes again, if there are many."""
-    num_sequences, heads, length, width = query.shape
+    (num_sequences, heads, num_asking, width), length = query.shape, key.shape[2]
     scale = width**-0.5 if scale is None else scale
     key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
-    mask = None if sight is None else sight.mask(length, query.device)
     if mask is None:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
 
@@ -263,9 +295,9 @@ def _written_out(
         return scores.softmax(-1)[..., :length].to(value.dtype) @ value
 
     size = max(1, _SCORES // (num_sequences * heads * length))
-    if size >= length:
+    if size >= num_asking:
         return block(query, mask)
-    blocks = zip(query.split(size, 2), mask.split(size), strict=True)
+    blocks = zip(query.split(size, 2), mask.split(size, -2), strict=True)
     return torch.cat([checkpoint(block, *each, use_reentrant=False, preserve_rng_state=False) for each in blocks], 2)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainers.data.packing import distribute_groups, pack_groups, position_ids, shared_tokens, work_of
+from trainers.data.packing import distribute_groups, new_tokens, pack_groups, position_ids, shared_tokens, work_of
 from trainers.data.samples import Samples
 from trainers.model.layout import Layout
 from trainers.model.teams import Team
@@ -90,7 +90,10 @@ def packs_of(
     lengths = _num_predicting(samples, rows)
     work = work_of(lengths, attention_length=spread.attention_length)
     shares = _rows_by_rank(samples.groups_B[rows], work, world_size=spread.world_size)
-    packed = [pack_groups(lengths[share], samples.groups_B[rows[share]], budget=budget) for share in shares]
+    new = _num_new(samples, rows, lengths) if samples.arithmetic >= 3 else lengths
+    packed = [
+        pack_groups(lengths[share], samples.groups_B[rows[share]], budget=budget, new=new[share]) for share in shares
+    ]
     if math.isfinite(spread.attention_length):
         for share, packs in zip(shares, packed, strict=True):
             packs.sort(key=lambda pack: -work[share[pack]].sum())
@@ -151,6 +154,15 @@ def build_pack(
 def _num_predicting(samples: Samples, rows: np.ndarray) -> np.ndarray:
     """How many tokens of each row go through the model: all but the last."""
     return np.maximum(1, np.diff(samples.offsets)[rows] - 1)
+
+
+def _num_new(samples: Samples, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """How many of them the row before in its group does not begin with."""
+    order = np.argsort(samples.groups_B[rows], kind="stable")
+    tokens = np.concatenate([samples.input_ids_T[samples.offsets[rows[r]] :][: lengths[r]] for r in order])
+    new = np.empty_like(lengths)
+    new[order] = new_tokens(shared_tokens(tokens, lengths[order]), torch.from_numpy(lengths[order])).numpy()
+    return new
 
 
 def _rows_by_rank(groups_R: np.ndarray, work_R: np.ndarray, *, world_size: int) -> list[np.ndarray]:

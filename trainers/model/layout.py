@@ -11,6 +11,7 @@ https://arxiv.org/abs/2506.05433).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,7 +24,7 @@ from torch.nn.functional import embedding_bag
 from torch.utils.checkpoint import checkpoint
 
 from settings.errors import InvalidInput
-from trainers.data.packing import position_ids
+from trainers.data.packing import new_tokens, position_ids
 from trainers.data.samples import ARITHMETIC
 from trainers.model.teams import Team
 
@@ -36,10 +37,21 @@ with it takes 0.60, 0.88 and 1.40 of flash attention's time."""
 
 
 class Batch(NamedTuple):
-    """Sequences that are padded to one length."""
+    """Sequences that are padded to one length, of each of which the last tokens ask, padded to one number too."""
 
     num_sequences: int
     length: int
+    num_asking: int
+    asked_SQ: torch.Tensor | None = None
+    """Each asking token's place in its sequence, on the device; None if all tokens of all sequences ask."""
+
+
+class Attending(NamedTuple):
+    """Where attention wants queries, and where keys and values, to stand."""
+
+    queries: Places
+    keys: Places
+    batches: list[Batch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +106,11 @@ class Layout:
         """The sequences by falling length: those of similar length padded to the longest of them, or each by itself."""
         for length in by_length:
             if self.is_one_by_one:
-                self.batches.append(Batch(1, -(-length // _GRAIN) * _GRAIN))
+                self.batches.append(Batch(1, *[-(-length // _GRAIN) * _GRAIN] * 2))
             elif self.batches and length >= self.batches[-1].length * _SHORTEST_TO_LONGEST:
-                self.batches[-1] = Batch(self.batches[-1].num_sequences + 1, self.batches[-1].length)
+                self.batches[-1] = self.batches[-1]._replace(num_sequences=self.batches[-1].num_sequences + 1)
             else:
-                self.batches.append(Batch(1, length))
+                self.batches.append(Batch(1, length, length))
 
     @functools.cached_property
     def num_computed(self) -> int:
@@ -145,16 +157,57 @@ class Layout:
     @functools.cached_property
     def side_by_side(self) -> Places:
         """Batch after batch, each sequence padded behind its end."""
-        lengths = self.lengths_S[self._order]
-        padded = torch.tensor([batch.length for batch in self.batches for _ in range(batch.num_sequences)])
-        within = position_ids(lengths)
-        token = torch.repeat_interleave(self._starts_S[self._order], lengths) + within
-        place_T = torch.empty_like(token)
-        place_T[token] = torch.repeat_interleave(padded.cumsum(0) - padded, lengths) + within
-        return _places(self._computed_T, place_T, int(padded.sum()), self._device)
+        padded = [batch.length for batch in self.batches for _ in range(batch.num_sequences)]
+        return self._last_tokens(self._order, self.lengths_S[self._order], torch.tensor(padded))
+
+    @functools.cached_property
+    def attending(self) -> Attending:
+        """Batch after batch. Of a sequence that shares its first half or more with those before it only the rest asks:
+        what the shared part sees is the same in all, and a rectangle of scores is then less than half of a square."""
+        if self.computed_T is None or self.arithmetic < 3:
+            return Attending(self.side_by_side, self.side_by_side, self.batches)
+        new_S = new_tokens(self._computed_T, self.lengths_S)
+        asking_S = torch.where(2 * new_S <= self.lengths_S, new_S, self.lengths_S)
+        step_S = (asking_S.log() / -math.log(_SHORTEST_TO_LONGEST)).floor()  # as similar as lengths are in a batch
+        order = [s for s in self._order.tolist() if asking_S[s]]  # whoever is the beginning of another has no question
+        order.sort(key=lambda s: -float(step_S[s]))
+        batches: list[list[int]] = []
+        for s in order:
+            first = batches[-1][0] if batches else s
+            alike = step_S[s] == step_S[first] and self.lengths_S[s] >= self.lengths_S[first] * _SHORTEST_TO_LONGEST
+            if batches and alike:
+                batches[-1].append(s)
+            else:
+                batches.append([s])
+        made = [self._asking(self.lengths_S[batch], asking_S[batch]) for batch in batches]
+        padded = [(batch.num_asking, batch.length) for batch in made for _ in range(batch.num_sequences)]
+        num_asking, num_asked = torch.tensor(padded).T
+        return Attending(
+            self._last_tokens(order, asking_S[order], num_asking),
+            self._last_tokens(order, self.lengths_S[order], num_asked),
+            made,
+        )
+
+    def _asking(self, lengths_S: torch.Tensor, asking_S: torch.Tensor) -> Batch:
+        length, num_asking, asked_SQ = int(lengths_S.max()), int(asking_S.max()), None
+        if not torch.equal(lengths_S, asking_S):
+            asked_SQ = (lengths_S - asking_S)[:, None] + torch.arange(num_asking)
+            # A place beyond the end has nobody's question, and sees something in any window.
+            asked_SQ = asked_SQ.clamp(max=length - 1).to(self._device, non_blocking=True)
+        return Batch(len(lengths_S), length, num_asking, asked_SQ)
+
+    def _last_tokens(self, order: torch.Tensor | list[int], counts_S: torch.Tensor, padded_S: torch.Tensor) -> Places:
+        """So many tokens at the end of each sequence, in this order of sequences, each padded to so many places."""
+        within_N = position_ids(counts_S)
+        begins_S = self._starts_S[order] + self.lengths_S[order] - counts_S
+        token_N = torch.repeat_interleave(begins_S, counts_S) + within_N
+        place_N = torch.repeat_interleave(padded_S.cumsum(0) - padded_S, counts_S) + within_N
+        in_pack = torch.argsort(token_N)
+        return _places(self._computed_T[token_N[in_pack]], place_N[in_pack], int(padded_S.sum()), self._device)
 
 
 def _places(computed_T: torch.Tensor, place_T: torch.Tensor, num_places: int, device: torch.device) -> Places:
+    """Of tokens in the order of the pack, each with its place."""
     take_P = torch.zeros(num_places, dtype=torch.int64)
     take_P[place_T] = computed_T
     first_copy_U = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(computed_T).cumsum(0)])

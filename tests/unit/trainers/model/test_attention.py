@@ -4,6 +4,7 @@ import math
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +17,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from trainers.data.packing import shared_tokens
+from trainers.data.samples import ARITHMETIC
 from trainers.model import attention
 from trainers.model import layout as layout_module
 from trainers.model.attention import packed_attention, packed_mask
@@ -37,13 +40,14 @@ def _attend(
     scale: float = 0.3,
     window: int | None = None,
     device: torch.device = _CPU,
+    computed_T: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
     rule = sliding_window_causal_mask_function(window) if window else causal_mask_function
     # As transformers joins it with a rule that keeps sequences apart by their positions.
     rule = and_masks(rule, packed_sequence_mask_function(torch.zeros(1, sum(lengths))))
     sight = packed_mask(mask_function=rule, local_size=window)
-    with in_layout(Layout(lengths, device=device)):
+    with in_layout(Layout(lengths, device=device, computed_T=computed_T)):
         return packed_attention(torch.nn.Module(), *tensors, sight, scaling=scale, **options)[0]
 
 
@@ -102,6 +106,50 @@ def test_output_and_gradients_are_those_of_the_definition(
         _assert_same(found, expected, tensors)
 
 
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=2, max_size=8).map(sorted),
+    st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+    st.sampled_from([None, 1, 5]),
+    st.sampled_from([None, 0.5]),
+    st.booleans(),
+    st.sampled_from([attention._SCORES, 200]),
+)
+@settings(max_examples=100)
+def test_sequences_that_share_beginnings_have_the_output_and_gradients_of_the_definition(
+    sequences: list[list[int]],
+    heads: tuple[int, int],
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+    scores: int,
+) -> None:
+    lengths = [len(sequence) for sequence in sequences]
+    computed_T = shared_tokens(np.concatenate(sequences), lengths)
+    places_T = torch.arange(sum(lengths)) if computed_T is None else computed_T
+    tensors = _query_key_value([int(places_T.max()) + 1], heads=heads[0], groups=heads[1], width=3)
+    sinks = torch.linspace(-1, 1, heads[0], dtype=torch.float64).requires_grad_() if has_sinks else None
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "s_aux": sinks}
+    alone = _by_definition(lengths, [tensor[:, :, places_T] for tensor in tensors], **options)
+    first_U = torch.from_numpy(np.unique(places_T, return_index=True)[1])
+    with mock.patch.object(attention, "_SCORES", scores):
+        found = _attend(lengths, tensors, computed_T=computed_T, **options)
+        _assert_same(found, alone[:, first_U], [*tensors, *([] if sinks is None else [sinks])])
+
+
+def test_a_prompt_asks_once_and_attempts_only_for_themselves() -> None:
+    """Eight attempts of 10 tokens at a prompt of 90, and one of 200 that would gain nothing by it."""
+    computed_T = torch.cat(
+        [torch.arange(90), *(torch.tensor([*range(90), *range(n, n + 10)]) for n in range(90, 170, 10))]
+    )
+    computed_T = torch.cat([computed_T, torch.tensor([*range(90), *range(170, 280)])])
+    layout = Layout([90, *[100] * 8, 200], device=_CPU, computed_T=computed_T)
+    asked = [(batch.num_sequences, batch.length, batch.num_asking) for batch in layout.attending.batches]
+    assert asked == [(1, 200, 200), (1, 90, 90), (8, 100, 10)]
+    assert len(layout.attending.queries.take_P) == 370 and len(layout.attending.keys.take_P) == 1090
+    older = Layout([90, *[100] * 8, 200], device=_CPU, computed_T=computed_T, arithmetic=2)
+    assert older.attending.queries is older.attending.keys is older.side_by_side
+
+
 def _assert_same(found: torch.Tensor, expected: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """Values and gradients."""
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
@@ -113,21 +161,31 @@ def _assert_same(found: torch.Tensor, expected: torch.Tensor, tensors: list[torc
 
 @pytest.mark.parametrize("width", [8, 64])
 @pytest.mark.parametrize("heads", [(4, 4), (9, 3)])
-def test_short_sequences_in_bfloat16_have_the_same_output_and_a_more_exact_gradient(
-    heads: tuple[int, int], width: int
+@pytest.mark.parametrize("num_shared", [0, 30])
+def test_short_sequences_in_bfloat16_have_a_more_exact_gradient(
+    heads: tuple[int, int], width: int, num_shared: int
 ) -> None:
-    lengths = [40, 38, 17, 5, 1]
+    """And the same output, if none of them share a beginning."""
+    lengths, new = [40, 38, 35, 5, 1], torch.arange(40)
+    computed_T = torch.cat(
+        [new, *(torch.cat([new[:num_shared][:n], new[num_shared:n] + 40 * k]) for k, n in enumerate(lengths) if k)]
+    )
+    computed_T = torch.unique(computed_T, return_inverse=True)[1] if num_shared else torch.arange(sum(lengths))
+    num_computed = int(computed_T.max()) + 1
     exact = [tensor.detach().bfloat16().double().requires_grad_() for tensor in
-             _query_key_value(lengths, heads=heads[0], groups=heads[1], width=width)]  # fmt: skip
-    expected = torch.autograd.grad(_by_definition(lengths, exact).sin().sum(), exact)
+             _query_key_value([num_computed], heads=heads[0], groups=heads[1], width=width)]  # fmt: skip
+    first_U = torch.from_numpy(np.unique(computed_T, return_index=True)[1])
+    alone = _by_definition(lengths, [tensor[:, :, computed_T] for tensor in exact])[:, first_U]
+    expected = torch.autograd.grad(alone.sin().sum(), exact)
     outputs, errors = [], []
-    for arithmetic in (1, 2):
+    for arithmetic in (1, ARITHMETIC):
         halves = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
-        with in_layout(Layout(lengths, device=_CPU, arithmetic=arithmetic)):
+        layout = Layout(lengths, device=_CPU, computed_T=computed_T if num_shared else None, arithmetic=arithmetic)
+        with in_layout(layout):
             outputs.append(packed_attention(torch.nn.Module(), *halves, None, scaling=0.3)[0])
         found = torch.autograd.grad(outputs[-1].double().sin().sum(), halves)
         errors.append([float((a - e).norm() / e.norm()) for a, e in zip(found, expected, strict=True)])
-    assert torch.equal(*outputs)
+    assert num_shared or torch.equal(*outputs)
     assert max(errors[1]) < 4e-3 and all(new < old for old, new in zip(*errors, strict=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from tests.unit.trainers.builders import row_of, samples_of, tiny_model
+from trainers.data.samples import ARITHMETIC
 from trainers.model.batches import Spread, attention_length, packs_of
 
 _ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=24)
@@ -45,7 +47,7 @@ def test_groups_are_whole_on_one_rank_wherever_their_rows_stand(
         )
         num_packs.add(len(packs))
         for pack in packs:
-            assert len(pack.tokens) <= budget
+            assert pack.layout.num_computed <= budget
             if not pack.is_idle:
                 found = np.unique(np.searchsorted(samples.offsets, pack.tokens, side="right") - 1).tolist()
                 seen += found
@@ -54,6 +56,23 @@ def test_groups_are_whole_on_one_rank_wherever_their_rows_stand(
     assert sorted(seen) == list(range(len(rows)))
     assert all(len(ranks) == 1 for ranks in ranks_of.values())
     assert len(num_packs) == 1
+
+
+@pytest.mark.parametrize(("arithmetic", "num_rows"), [(2, [3, 3, 2]), (ARITHMETIC, [8])])
+def test_what_attempts_share_counts_a_quarter_in_a_pack(arithmetic: int, num_rows: list[int]) -> None:
+    """Of eight attempts of 10 tokens at a prompt of 90 one counts 99, the others 9 and 90 / 4: their last predict
+    nothing."""
+    samples = samples_of([row_of([2 + number] * 10, prompt=[3] * 90, attempt=number) for number in range(8)])
+    packs = packs_of(
+        dataclasses.replace(samples, arithmetic=arithmetic),
+        np.arange(8),
+        mask_T=samples.mask_T,
+        values={},
+        budget=99 + 7 * (9 + 23),
+        spread=Spread(rank=0, world_size=1),
+        device=torch.device("cpu"),
+    )
+    assert [len(pack.layout.lengths_S) for pack in packs] == num_rows
 
 
 def _work(lengths: Sequence[int], attention: float) -> float:
