@@ -221,7 +221,7 @@ COVERED_BY = {
     "test_bits_do_not_depend_on_the_batch_of_a_reproducible_engine",
     "python -m benchmarks.rollout_speed": "needs minutes of vLLM on an idle machine",
     "python -m benchmarks.models": "needs minutes of vLLM; its page: "
-    "test_the_page_is_that_of_the_results_and_every_row_is_exact_or_says_why_not",
+    "test_the_page_is_that_of_the_results_and_says_their_versions",
     "python -m benchmarks.trl_speed": "needs minutes of vLLM and TRL on an idle machine",
     "python -m benchmarks.long_context": f"{_IDLE}; what it compares is the same step: "
     "test_many_ranks_take_the_step_one_rank_takes",
