@@ -200,7 +200,8 @@ def _print_ending(
     ]
     width = min(_WIDEST, max(len(line) for line, _ in lines))
     if train:
-        again = command("train", *train, f"run={config.run}-2", f"seed={config.seed + 1}")
+        kept = [word for word in train if not word.startswith(("run=", "seed="))]
+        again = command("train", *kept, f"run={config.run}-2", f"seed={config.seed + 1}")
         lines.insert(-1, (again, "the same with another seed"))
     console.print("next:")
     for line, what in lines:

@@ -23,7 +23,8 @@ _STOPS = (None, signal.SIGINT, signal.SIGTERM)
 @pytest.mark.timeout(1800)
 def test_kills_and_stops_lose_nothing_and_change_nothing(home: Home, base_model: Path) -> None:
     arguments = ["train", str(SCRIPTED), f"model={base_model}", f"steps={STEPS}", "evaluation.every=0"]
-    home.run(*arguments, "run=undisturbed")
+    done = home.run(*arguments, "run=undisturbed")
+    assert done.stdout.count("run=undisturbed") == 1, "the next run's name stands for this one's"
     draw = random.Random(7)
     committed: set[str] = set()
     for number in range(KILLS):
