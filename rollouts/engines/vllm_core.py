@@ -80,7 +80,12 @@ class CoreStart:
             yield
 
 
-def in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
+def for_model(arguments: dict[str, Any], model: Path) -> dict[str, Any]:
+    """vLLM's arguments with what this machine and the model ask for, and the user has not set."""
+    return with_latent_attention(_with_cache_size(_in_processes_of_its_own(arguments), model), model)
+
+
+def _in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
     """vLLM's arguments with which the parts of an engine, if it has several, are child processes of this one.
 
     Raises `InvalidInput` if Ray is to start them: this process has all their devices already.
@@ -115,7 +120,7 @@ def in_every_batch() -> dict[str, Any]:
     return {}
 
 
-def with_cache_size(arguments: dict[str, Any], model: Path) -> dict[str, Any]:
+def _with_cache_size(arguments: dict[str, Any], model: Path) -> dict[str, Any]:
     """vLLM's arguments, on CPUs with as much memory for keys and values as all sequences that may run at once can fill,
     from 64 MiB to 1 GiB: vLLM takes what it is given at the start. Unless the user has said how much."""
     said = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & arguments.keys()
@@ -135,7 +140,7 @@ def with_latent_attention(arguments: dict[str, Any], model: Path) -> dict[str, A
 
 
 def cache_bytes(arguments: dict[str, Any], about: dict[str, Any]) -> int:
-    """What `with_cache_size` gives an engine with these arguments of a model with this `config.json`."""
+    """What `_with_cache_size` gives an engine with these arguments of a model with this `config.json`."""
     longest = -(-arguments["max_model_len"] // _CACHE_BLOCK) * _CACHE_BLOCK
     needed = arguments.get("max_num_seqs", _SEQUENCES) * longest * token_bytes(arguments, text_part(about))
     return min(max(needed, 64 * 2**20), 2**30) if needed else 2**30

@@ -30,13 +30,7 @@ from typing import Any
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.batch_probe import check_batches
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, Until, UpdateMode, WeightUpdate
-from rollouts.engines.vllm_core import (
-    CoreStart,
-    in_every_batch,
-    in_processes_of_its_own,
-    with_cache_size,
-    with_latent_attention,
-)
+from rollouts.engines.vllm_core import CoreStart, for_model, in_every_batch
 from rollouts.engines.vllm_lora import adapter_arguments, check_applied, slot_request
 from rollouts.engines.vllm_requests import Draws, end_token_ids, sampling_parameters, with_draws
 from rollouts.engines.vllm_worker import results
@@ -150,7 +144,7 @@ class VllmEngine:
         self._refusal = VLLMClientError
         self._stop_ids = list(dict.fromkeys([*end_token_ids(model), *stop_ids]))
         self._served = _weights_in(folder, version)
-        arguments = with_latent_attention(with_cache_size(in_processes_of_its_own(self._arguments), model), model)
+        arguments = for_model(self._arguments, model)
         with self._core.starting():
             self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
         self._draws = (await self.llm.collective_rpc("own_draws"))[0]

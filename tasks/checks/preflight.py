@@ -270,8 +270,9 @@ def check_lengths(config: RunConfig) -> None:
 def check_adapters(config: RunConfig) -> None:
     """Raise `InvalidInput` for adapters in a model with experts if the installed vLLM is its CPU build, which computes
     experts in another way as soon as it may hold adapters, and not on CPUs."""
-    has_experts = any(about_model(config).get(name) for name in EXPERTS)
-    if config.train.lora is not None and config.engine.kind == "vllm" and has_experts and is_cpu_build():
+    if config.train.lora is None or config.engine.kind != "vllm" or not is_cpu_build():
+        return
+    if any(about_model(config).get(name) for name in EXPERTS):
         raise InvalidInput(
             f"train.lora: vLLM's build for CPUs holds no adapters in a model with experts ({config.model}); leave "
             "train.lora out to train all weights, or use the build for GPUs"
