@@ -54,26 +54,29 @@ class Watched:
                 self.look(psutil.Process(process.pid))
 
     def look(self, process: psutil.Process) -> None:
-        for member in [process, *process.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                for connection in member.net_connections("inet"):
-                    if connection.status == psutil.CONN_LISTEN:
-                        self.listening.add((_kind(member, is_driver=member == process), str(connection.laddr.ip)))
+        with contextlib.suppress(psutil.Error):
+            driver = process.cmdline()
+            for member in [process, *process.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    ips = [c.laddr.ip for c in member.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+                    words = member.cmdline()
+                    # Of a process that ends, the kernel takes the words before the sockets; one that was just forked
+                    # has both from its parent, until it executes its own program.
+                    if words and (member == process or words != driver):
+                        self.listening |= {(_kind(member.name(), words, driver), str(ip)) for ip in ips}
 
 
-def _kind(process: psutil.Process, *, is_driver: bool) -> str:
-    name, words = process.name(), process.cmdline()
+def _kind(name: str, words: list[str], driver: list[str]) -> str:
     if name in ("gcs_server", "raylet"):
         return {"gcs_server": "Ray's GCS", "raylet": "raylet"}[name]
     line = " ".join(words)
     marks = {
         "ray::Host": "worker",
         "ray::": "Ray's agents and idle workers",
-        "ray/dashboard": "Ray's agents and idle workers",
-        "ray/autoscaler": "Ray's agents and idle workers",
+        "ray/": "Ray's agents and idle workers",
     }
     marks |= {"prefect": "Prefect's server", "mlflow": "MLflow's server"}
-    return next((kind for mark, kind in marks.items() if mark in line), "driver" if is_driver else line)
+    return next((kind for mark, kind in marks.items() if mark in line), "driver" if words == driver else line)
 
 
 def _written(folder: Path) -> Iterator[tuple[Path, str]]:
