@@ -34,7 +34,7 @@ NOT_SAMPLED = -1
 
 def _make_well_formed(record: Any) -> None:
     for name, value in vars(record).items():
-        if isinstance(value, str | dict):
+        if isinstance(value, dict) or (isinstance(value, str) and not value.isascii()):
             object.__setattr__(record, name, well_formed_data(value))
 
 

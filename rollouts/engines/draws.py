@@ -19,6 +19,7 @@ import numpy as np
 
 DRAW = "draw"
 """Key of a request's (seed, position of its first token in the reply) in vLLM's `extra_args`."""
+_STEP, _ALL = 0x9E3779B97F4A7C15, 2**64 - 1
 
 
 def seed_of(*place: Any) -> int:
@@ -29,12 +30,17 @@ def seed_of(*place: Any) -> int:
 
 def nth_seed(seed: int, number: int) -> int:
     """63 bits for the `number`-th turn of a sequence, or token of a reply, from 0."""
-    return int(nth_seeds(np.array([seed]), np.array([number]))[0])
+    return int(_mixed(seed + (number + 1) * _STEP & _ALL))
 
 
 def nth_seeds(seed_R: np.ndarray, number_R: np.ndarray) -> np.ndarray:
     """`nth_seed` of R rows: int64, shape [R]."""
-    bits = seed_R.astype(np.uint64) + (number_R.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((bits ^ (bits >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+    seeds: np.ndarray = _mixed(seed_R.astype(np.uint64) + (number_R.astype(np.uint64) + 1) * _STEP)
+    return seeds.astype(np.int64)
+
+
+def _mixed(bits: Any) -> Any:
+    """The generator's output for a state, an int or an array of uint64, without its lowest bit."""
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & _ALL
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & _ALL
+    return (bits ^ (bits >> 31)) >> 1

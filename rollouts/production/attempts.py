@@ -106,14 +106,15 @@ class Player:
 
     def _reject_reason(self, group: RolloutGroup, scored: list[Trajectory]) -> str:
         rewards = [trajectory.reward for trajectory in group.usable]
-        # As DAPO's filter: replies alike in score are uniform even if their length penalties differ.
-        unshaped = [shaped(each, self.config.reward, max_tokens=0, is_eval=True) for each in scored]
-        scores = [each.reward for each in unshaped if each.usable and each.reward is not None]
         if len(rewards) < self.config.rollout.min_usable:
             return f"{len(rewards)} usable of {group.expected}, {self.config.rollout.min_usable} needed"
-        noise = 1e-6 * max(map(abs, scores), default=0.0) + 1e-9
-        if self.config.rollout.drop_uniform_groups and scores and max(scores) - min(scores) <= noise:
-            return f"uniform reward {scores[0]:g}"
+        if self.config.rollout.drop_uniform_groups:
+            # As DAPO's filter: replies alike in score are uniform even if their length penalties differ.
+            unshaped = [shaped(each, self.config.reward, max_tokens=0, is_eval=True) for each in scored]
+            scores = [each.reward for each in unshaped if each.usable and each.reward is not None]
+            noise = 1e-6 * max(map(abs, scores), default=0.0) + 1e-9
+            if scores and max(scores) - min(scores) <= noise:
+                return f"uniform reward {scores[0]:g}"
         if not self.workflow.accept(group):
             return f"{type(self.workflow).__name__}.accept said no"
         return ""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -37,6 +37,8 @@ from rollouts.workflow import Score, owe
 _LONGEST_REPLY = 2**24  # bytes
 _COLLECT_SECONDS = 5.0
 _MOST_AT_ONCE, _SECONDS_AT_ONCE = 32, 0.005
+
+_name_of = functools.lru_cache(maxsize=256)(path_of)  # it looks at files
 
 Part = tuple[Any, ...] | Awaitable[Any] | float | None
 """What `score_all` takes: `(function, *arguments)` for a reward process, something to await, or a known value."""
@@ -102,11 +104,11 @@ class RewardPool:
         while len(self._idle) < self._num_processes:
             self._idle.append(await self._start_child())
 
-    async def score(self, reward: Callable[..., Any], *arguments: Any) -> Score:
+    async def score(self, reward: Callable[..., Any], *arguments: Any, vote: str | None = None) -> Score:
         """Call `reward(*arguments)` in a child. Raises what `value` raises."""
         value = await self.value(reward, *arguments)
         parts = value if isinstance(value, dict) else {reward.__name__: value}
-        return Score(reward=weighted_sum(parts, {}), parts=parts)
+        return Score(reward=weighted_sum(parts, {}), parts=parts, vote=vote)
 
     async def value(self, reward: Callable[..., Any], *arguments: Any) -> float | None | dict[str, float | None]:
         """What `reward(*arguments)` returns: a number, None for not applicable, or named parts. 0 if a built-in reward
@@ -115,7 +117,7 @@ class RewardPool:
         Raises `RewardTimeout` past the deadline, unless that means 0, and `RewardFailed` when it raises, returns
         something that is no reward, or its process dies.
         """
-        name, request_id = path_of(reward), next(self._request_ids)
+        name, request_id = _name_of(reward), next(self._request_ids)
         if "<" in name.rpartition(":")[2]:
             what = "a reward is a function of a module, which another process finds, not one in a function, or a lambda"
             raise RewardFailed(f"{name}: InvalidInput: {what}")
@@ -274,7 +276,7 @@ async def score(reward: Callable[..., Any], *arguments: Any, vote: str | None = 
     `reward` is a module-level function that returns a number, None for not applicable, or a dictionary of named parts.
     With `vote=final_answer(reply)` an evaluation counts majority votes, see `Score`.
     """
-    return dataclasses.replace(await _POOL.get().score(reward, *arguments), vote=vote)
+    return await _POOL.get().score(reward, *arguments, vote=vote)
 
 
 async def score_all(parts: Mapping[str, Part], *, vote: str | None = None) -> Score:
