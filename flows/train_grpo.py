@@ -190,7 +190,8 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
 
 
 async def publish_newest(session: RunSession, config: RunConfig) -> None:
-    """Let engines serve the newest policy, if they do not yet. In a fixed schedule each has sampled its batch before."""
+    """Let engines serve the newest policy, if they do not yet; in a fixed schedule once they have sampled a whole batch
+    with the one before."""
     for policy in session.fleet.unserved():
         if config.rollout.schedule == "fixed":
             await all_sampled(session, config=config)

@@ -232,8 +232,8 @@ class Fleet:
         return due_version(self.log.refresh(), self.config)
 
     def unserved(self) -> list[Policy]:
-        """Policies that engines are to serve next, one after the other: the newest one, but in a fixed schedule none may
-        be left out. They are those of every `train.steps_per_update` steps, and the last one."""
+        """Policies that engines are to serve next, one after another: the newest, or all since the served one in a
+        fixed schedule. Policies inside an update, see `train.steps_per_update`, are never served, but for the last."""
         state, config, served = self.log.state, self.config, self.served()
         newest = state.newest_version
         first = newest if config.rollout.schedule == "free" or served is None else served.version + 1

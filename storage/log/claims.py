@@ -1,7 +1,7 @@
 """Which groups the next optimizer step takes, and which policy samples what: deterministic functions of the log.
 
-In: the fold of a run's log, and its settings. Out: a `Claim`, or None while too few groups are committed; the policy that
-engines are to serve; also, up to which step the run follows from its run file.
+In: the fold of a run's log, and its settings. Out: a `Claim`, or None while too few groups are committed; the policy
+that engines are to serve; also, up to which step the run follows from its run file.
 The staleness bound is enforced here, from the versions the engine stamped on every token;
 `rollouts/production/quota.py` only paces production.
 
@@ -9,7 +9,8 @@ The staleness bound is enforced here, from the versions the engine stamped on ev
                              │                                   └▶ the others: stay pending
                              └───▶ rejected, failed, cancelled, over the bound: done with, each with its reason
 
-With `rollout.schedule = "fixed"` the first batch in prompt order is trained, once all prompts before its last have ended.
+With `rollout.schedule = "fixed"` the first batch in prompt order is trained, as soon as all prompts before its last one
+have ended.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def next_claim(state: RunState, config: RunConfig) -> Claim | None:
     can. Otherwise it trains fewer than a batch only if `max_attempts` batches are pending. If it has nothing to train,
     `on_nothing_accepted` decides between `fallback` and `NothingAccepted`.
 
-    In a fixed schedule the order is that of the prompts, and what follows a prompt that has no outcome yet waits for it.
+    In a fixed schedule the order is that of the prompts, and those behind a prompt without an outcome wait for it.
     """
     live = state.live
     assert live is not None, "a run has its base policy before anything is claimed"
