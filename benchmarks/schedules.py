@@ -1,11 +1,11 @@
-"""What `rollout.schedule = "fixed"` costs beside the free schedule at `max_staleness = 1`: whole training runs, by turns.
+"""The speed of a fixed schedule beside the free one's at `max_staleness = 1`: whole training runs, by turns.
 
 In: nothing; the models are made on the spot. Out: samples per second of either, their ratio, and the same as JSON.
 
     python -m benchmarks.schedules [--workload W] [--workload arithmetic] [--rounds 3] [--json FILE]
 
-The workloads are those of `benchmarks/trl_speed.py`, and so is what samples per second are of. Every round has a seed of
-its own; the ratio is the median over rounds of neighbouring runs.
+The workloads are those of `benchmarks/trl_speed.py`, and so is what samples per second are of. Every round has a seed
+of its own; the ratio is the median over rounds of neighbouring runs.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def main(
         numbers = found[name] = measure(chosen, rounds=rounds, steps=steps or chosen.steps, threads=threads)
         speeds = {schedule: statistics.median(of_one) for schedule, of_one in numbers["samples_per_second"].items()}
         open_console().print(
-            f"{name}: fixed / free {numbers['ratio']:.2f} ({min(numbers['ratios']):.2f} to {max(numbers['ratios']):.2f}), "
-            f"{speeds['fixed']:,.1f} and {speeds['free']:,.1f} samples/s"
+            f"{name}: fixed / free {numbers['ratio']:.2f} ({min(numbers['ratios']):.2f} to "
+            f"{max(numbers['ratios']):.2f}), {speeds['fixed']:,.1f} and {speeds['free']:,.1f} samples/s"
         )
         if json_file:  # after each: the next one may be stopped
             json_file.write_text(json.dumps(found, indent=1) + "\n")

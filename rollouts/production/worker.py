@@ -133,6 +133,8 @@ class RolloutWorker:
         exact = config.reproducible
         engine = make_engine(config.engine, model, seed=config.seed, lora_rank=lora_rank, reproducible=exact)
         tokens = ChatTokens.load(model, settings=config.engine.chat_template_kwargs)
+        if exact:  # of a model that was not on the machine of the command
+            tokens.check_day()
         checksum = await engine.start(folder, policy.version, stop_ids=tokens.turn_ends)
         served.engine, served.version = engine, policy.version
         rewards = RewardPool(
