@@ -52,6 +52,11 @@ SECTIONS: dict[str, list[dict[str, Any]]] = {
         for policy in (_POLICIES[0], _POLICIES[2])
     ],
     "four steps per weight update": [{"steps_per_update": 4, "max_staleness": bound} for bound in (0, 0.25, 1)],
+    "a fixed schedule": [
+        {"sigma": sigma, "max_staleness": bound, **_POLICIES[2], "schedule": schedule}
+        for sigma in (1.0, 0.3)
+        for bound, schedule in ((0, "free"), (1, "free"), (1, "fixed"))
+    ],
     "training takes half a round": [{"train_seconds": 75.0, "max_staleness": b, **_POLICIES[2]} for b in (0, 1, 2, 4)],
 }
 
@@ -73,7 +78,8 @@ def main() -> None:
         arguments.json.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
-_SAME_WHEN_SYNCHRONOUS = {"max_staleness", "stale_policy", "pace", "max_concurrent"}
+_LISTS = {"batches", "attempts", "claims", "owes"}
+_SAME_WHEN_SYNCHRONOUS = {"max_staleness", "stale_policy", "pace", "max_concurrent", "schedule"}
 _SYNCHRONOUS: dict[str, float] = {}
 
 
@@ -84,7 +90,7 @@ def _measured(changes: dict[str, Any], *, steps: int) -> dict[str, Any]:
         _SYNCHRONOUS.setdefault(kind, outcome.steps_per_hour)
     times = outcome.steps_per_hour / _SYNCHRONOUS[kind] if kind in _SYNCHRONOUS else None
     _print(outcome, changes, times)
-    fields = {name: value for name, value in dataclasses.asdict(outcome).items() if name not in ("batches", "attempts")}
+    fields = {name: value for name, value in dataclasses.asdict(outcome).items() if name not in _LISTS}
     rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in fields.items()}
     return {**rounded, "scenario": changes, "times_synchronous": times and round(times, 2)}
 

@@ -72,11 +72,20 @@ def run_trl(workload: Workload, model: Path, scratch: Path, *, steps: int, threa
 
 
 def run_millrace(
-    workload: Workload, model: Path, scratch: Path, *, steps: int, threads: int, seed: int, max_staleness: float
+    workload: Workload,
+    model: Path,
+    scratch: Path,
+    *,
+    steps: int,
+    threads: int,
+    seed: int,
+    max_staleness: float,
+    schedule: str = "free",
 ) -> dict[str, Any]:
     """One run of ours, in a state folder of its own."""
     run_file = scratch / "run.toml"
-    run_file.write_text(_toml(_run_config(workload, model, steps=steps, seed=seed, max_staleness=max_staleness)))
+    config = _run_config(workload, model, steps=steps, seed=seed, max_staleness=max_staleness)
+    run_file.write_text(_toml({**config, "rollout": {**workload.rollout, "schedule": schedule}}))
     started = time.time()
     millrace = str(Path(sys.executable).with_name("millrace"))
     seconds = _run([millrace, "train", str(run_file)], scratch, threads=threads, MILLRACE_HOME=str(scratch / "home"))
@@ -102,6 +111,11 @@ def run_millrace(
             for phase in sorted(phases)
         },
     }
+
+
+def make_base(workload: Workload, model: Path, *, threads: int) -> None:
+    """The model that every run begins with, made in a process of its own."""
+    _run([sys.executable, "-m", "benchmarks.trl_workloads", workload.name, str(model)], model.parent, threads=threads)
 
 
 def mean_reaches_target(runs: Sequence[dict[str, Any]]) -> float | None:
@@ -214,9 +228,7 @@ def measure(workload: Workload, *, rounds: int, steps: int, threads: int, consol
     sides: dict[str, list[dict[str, Any]]] = {"trl": [], "millrace_0": [], "millrace_1": []}
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         model = Path(folder) / "model"
-        _run(
-            [sys.executable, "-m", "benchmarks.trl_workloads", workload.name, str(model)], Path(folder), threads=threads
-        )
+        make_base(workload, model, threads=threads)
         for number in range(rounds):
             for side, runs in sides.items():
                 scratch = Path(folder) / f"{side}-{number}"

@@ -34,7 +34,16 @@ from tasks.mirror import track
 from tasks.prefect.run_page import announce
 from tasks.rollout import evaluate_policy, produce, publish_policy, start_rollout_worker
 from tasks.session import RunSession, in_flow_run, training_session
-from tasks.steps import forget_results, next_batch, open_trainer, start_trainer, train_step, unsearched, watched
+from tasks.steps import (
+    all_sampled,
+    forget_results,
+    next_batch,
+    open_trainer,
+    start_trainer,
+    train_step,
+    unsearched,
+    watched,
+)
 
 
 @flow(name="train-grpo", flow_run_name="{run}", persist_result=False)
@@ -136,9 +145,11 @@ async def start_engines(
     session.fleet.check_transfer()
     workers = session.fleet.first_names(config.rollout.num_workers)
     evaluators = ["evaluator-0"] if config.evaluation.own_engine else []
-    checksums = await asyncio.gather(*(launch(session, name=name) for name in (*workers, *evaluators)))
+    version = session.fleet.due_version()
+    launching = (launch(session, name=name, version=version) for name in (*workers, *evaluators))
+    checksums = await asyncio.gather(*launching)
     if not session.fleet.workers:
-        session.fleet.mark_served(checksums)
+        session.fleet.mark_served(checksums, version=version)
         await session.fleet.take_part(workers)
         session.fleet.evaluator = session.fleet.hosted.get("evaluator-0")
         await session.fleet.refresh()
@@ -150,6 +161,8 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
     patience = config.rollout.stall_timeout
     async with asyncio.TaskGroup() as beside:
         producing = [beside.create_task(produce(session, name)) for name in session.fleet.workers]
+        if config.rollout.schedule == "fixed":  # an earlier session may have ended before it came to that
+            await publish_newest(session, config)
         evaluating = [beside.create_task(evaluate_if_due(session, config))]  # after them: rounds wait for their tokens
         session.clock.next_round()
         while session.log.state.step < config.steps:
@@ -158,9 +171,7 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
             step = await watched(session, training, what=f"step {claim.step}", seconds=patience)
             if step is None:
                 continue  # a damaged shard went into quarantine
-            if step.policy.version % config.train.steps_per_update == 0 or claim.step == config.steps:
-                publishing = publish_policy(session, policy=step.policy)
-                await watched(session, publishing, what=f"publishing policy {step.policy.version}", seconds=patience)
+            await publish_newest(session, config)
             evaluating = [task for task in evaluating if not task.done()]
             evaluating.append(beside.create_task(evaluate_if_due(session, config)))
             beside.create_task(session.housekeeping.tidy(claim.step))
@@ -176,6 +187,17 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
         ending.create_task(session.fleet.close())  # engines take as long as MLflow
         ending.create_task(track(session.mirror))
         ending.create_task(session.housekeeping.tidy(session.log.state.step, is_last=True))
+
+
+async def publish_newest(session: RunSession, config: RunConfig) -> None:
+    """Let engines serve the newest policy, if they do not yet; in a fixed schedule once they have sampled a whole batch
+    with the one before."""
+    for policy in session.fleet.unserved():
+        if config.rollout.schedule == "fixed":
+            await all_sampled(session, config=config)
+        publishing = publish_policy(session, policy=policy)
+        what = f"publishing policy {policy.version}"
+        await watched(session, publishing, what=what, seconds=config.rollout.stall_timeout)
 
 
 def evaluation_is_missing(session: RunSession, config: RunConfig) -> bool:

@@ -44,6 +44,10 @@ class RolloutSettings(Block):
     on_nothing_accepted: Fallback = "fail"
     """`fail` stops the run with a report; `skip_step` counts the step and keeps the weights; `masked` takes an
     optimizer step without a gradient, so that schedules and moments go on."""
+    schedule: Literal["free", "fixed"] = "free"
+    """Which policy answers a prompt above `max_staleness = 0`. `free`: the newest at the moment, also inside a reply.
+    `fixed`: batch n is sampled whole by the policy of step n − 1 − `max_staleness`, and batches are taken in prompt
+    order, so that nothing depends on the moment. Engines then change their weights between two batches."""
     pace: bool = True
     """Under `train.stale_policy = "strict"`, let a new policy version wait for a running group that it would push over
     the staleness bound, for as long as the engine stays busy."""

@@ -27,6 +27,7 @@ from settings.errors import InvalidInput, counted
 from settings.evaluation import EvaluationSettings
 from settings.places.hints import command
 from settings.run_file import RunConfig
+from storage.log.claims import due_version
 from storage.log.entries import Alias, Evaluation, Policy, Shard
 from storage.log.producers import Lookout, withdraw
 from storage.log.run_log import RunLog
@@ -114,7 +115,7 @@ class Fleet:
         return has_cores_for(2 * self._num_engines + num_ranks)
 
     async def start(self, name: str, *, version: int | None = None) -> str:
-        """Load a policy, the live one by default, into a new worker's engine; returns the checksum of its weights.
+        """Load a policy, the due one by default, into a new worker's engine; returns the checksum of its weights.
 
         Empty if the engine serves an older policy because the live one is damaged. It produces once it joins.
         Raises `InvalidInput` if the run is to be reproducible and this engine computes other bits than another one.
@@ -131,6 +132,7 @@ class Fleet:
             on = f" with {threads} of {counted(all_threads, 'thread')}"
             await hosted.prepare({"OMP_NUM_THREADS": str(threads)})
         logger.info("starting the inference engine of %s%s", name, on)
+        version = self.due_version() if version is None else version
         paths = {"store_uri": self.log.store.uri, "cache": str(cache_folder())}
         facts = {"name": name, "code_version": code_version(), "outside": self._outside, "version": version}
         checksum = str(await hosted.call("open", self.config, **paths, **facts))
@@ -225,27 +227,39 @@ class Fleet:
         alias = state.aliases.get(ROLLOUT_ALIAS)
         return None if alias is None else state.policies[alias.version]
 
+    def due_version(self) -> int:
+        """The policy that engines are to serve from now on; see `storage.log.claims.due_version`."""
+        return due_version(self.log.refresh(), self.config)
+
+    def unserved(self) -> list[Policy]:
+        """Policies that engines are to serve next, one after another: the newest, or all since the served one in a
+        fixed schedule. Policies inside an update, see `train.steps_per_update`, are never served, but for the last."""
+        state, config, served = self.log.state, self.config, self.served()
+        newest = state.newest_version
+        first = newest if config.rollout.schedule == "free" or served is None else served.version + 1
+        last, every = config.steps, config.train.steps_per_update
+        versions = [v for v in range(first, newest + 1) if v % every == 0 or v == last]
+        return [state.policies[v] for v in versions if served is None or v > served.version]
+
     def newest_is_served(self) -> bool:
         """Whether the alias `rollout` is on the live policy, and the store has that one whole."""
         live = self.log.state.live  # if it is damaged, a trainer that starts makes it anew
         return live is not None and self.served() == live and not PolicyReader(self.log, cache_folder()).damage_of(live)
 
-    def mark_served(self, checksums: Sequence[str]) -> None:
-        """Put the alias `rollout` on the live policy; warn when an engine holds other weights under its version."""
-        live = self.log.refresh().live
-        assert live is not None, "the base policy comes first"
-        recorded = self.log.state.aliases.get(ROLLOUT_ALIAS)
-        is_recorded = recorded is not None and recorded.version == live.version
+    def mark_served(self, checksums: Sequence[str], *, version: int) -> None:
+        """Put the alias `rollout` on this policy; warn when an engine holds other weights under its version."""
+        recorded = self.log.refresh().aliases.get(ROLLOUT_ALIAS)
+        is_recorded = recorded is not None and recorded.version == version
         if not checksums and not is_recorded:  # only producers elsewhere, which go by the alias
-            self.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=""))
+            self.log.append(Alias(name=ROLLOUT_ALIAS, version=version, checksum=""))
         serving = [checksum for checksum in checksums if checksum]
         if not serving:
             return  # each of them goes on to the live policy as soon as it can, or says why it cannot
         expected = recorded.checksum if recorded is not None and is_recorded else ""
         if set(serving) != {expected or serving[0]}:
-            logger.warning("an engine's checksum of policy %d differs from another's", live.version)
-        self.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=serving[0]))
-        logger.info("policy %d is served by %s", live.version, counted(len(serving), "engine"))
+            logger.warning("an engine's checksum of policy %d differs from another's", version)
+        self.log.append(Alias(name=ROLLOUT_ALIAS, version=version, checksum=serving[0]))
+        logger.info("policy %d is served by %s", version, counted(len(serving), "engine"))
 
     async def publish(self, policy: Policy, trainer: TrainerHandle) -> None:
         """Swap the weights of every engine and move the alias `rollout`, by which engines elsewhere go."""

@@ -16,6 +16,7 @@ from infra.environment import prepare_environment
 from settings.errors import free_bytes, ranges, size
 from settings.places.state_folder import store_uri
 from settings.run_file import RunConfig
+from storage.log.claims import is_fixed, oldest_needed
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict
 from storage.log.runs import run_config, teller_lock
@@ -73,7 +74,7 @@ class Housekeeping:
         self._config, self._log, self._is_busy, self._has_failed, self._announced = config, log, False, False, False
         self._done_at: int | None = None
         rules = Rules(
-            keep_last=settings.keep_last,
+            keep_last=max(settings.keep_last, oldest_needed(config) if is_fixed(config) else 0),
             keep_evaluated=None if settings.keep_evaluated == "all" else settings.keep_evaluated,
             evaluate_every=config.evaluation.every,
             replay_steps=settings.replay_steps,

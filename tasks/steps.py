@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar, cast
 
 from prefect import task
@@ -21,8 +21,9 @@ from infra.cluster import WorkerDied
 from infra.liveness import RayLost
 from settings.errors import DiskFull, UserError
 from settings.run_file import RunConfig
-from storage.log.claims import next_claim
+from storage.log.claims import has_sampled_all, next_claim
 from storage.log.entries import Claim, Step
+from storage.log.run_state import RunState
 from tasks.checks.learning_rate import FIRST_STEPS, nothing_moves
 from tasks.clock import out_of_room
 from tasks.session import RunSession
@@ -67,26 +68,47 @@ async def next_batch(session: RunSession, *, config: RunConfig) -> Claim:
     """Wait until enough groups are committed, by producers here or elsewhere, and claim them.
 
     With `rollout.pace`, first wait for running groups that this step would push over the bound. Raises
-    `NothingAccepted`, and `Stalled` if no group finished for `rollout.stall_timeout` seconds.
+    `NothingAccepted`, and `Stalled` as `_looks`.
     """
-    log, fleet, started = session.log, session.fleet, time.perf_counter()
-    stall_timeout = config.rollout.stall_timeout
+    started = time.perf_counter()
     # If the trainer masks or corrects old tokens no group is lost, and waiting would only cost.
     paced = not (config.rollout.pace and config.train.stale_policy == "strict")
+    async with contextlib.aclosing(_looks(session, config)) as looks:
+        async for state in looks:
+            claim = None if state.paused else next_claim(state, config)
+            if claim is not None and not paced:
+                await session.fleet.wait_for_stragglers(version=claim.base_version)
+                paced = True
+                # What has finished meanwhile may be in the log already, committed by `produce`.
+                claim = next_claim(session.log.refresh(), config)
+            if claim is not None:
+                session.clock.waited_seconds += time.perf_counter() - started
+                return claim
+    raise AssertionError("there is always another look")
+
+
+async def all_sampled(session: RunSession, *, config: RunConfig) -> None:
+    """Wait until the policy that engines serve has sampled all that it is to. Raises `Stalled` as `_looks`."""
+    started = time.perf_counter()
+    served = session.fleet.served()
+    async with contextlib.aclosing(_looks(session, config)) as looks:
+        async for state in looks:
+            if served is None or has_sampled_all(served.version, state, config):
+                break
+    session.clock.waited_seconds += time.perf_counter() - started
+
+
+async def _looks(session: RunSession, config: RunConfig) -> AsyncIterator[RunState]:
+    """What is true now, and again after every arrival in the log. Raises `Stalled` if no group finished for
+    `rollout.stall_timeout` seconds."""
+    log, fleet, stall_timeout = session.log, session.fleet, config.rollout.stall_timeout
     seen, last_progress = -1, time.monotonic()
     while True:
         fleet.arrivals.clear()
         state = log.refresh()
-        claim = None if state.paused else next_claim(state, config)
         if state.paused:
             last_progress = time.monotonic()
-        if claim is not None:
-            if paced:
-                session.clock.waited_seconds += time.perf_counter() - started
-                return claim
-            await fleet.wait_for_stragglers(version=claim.base_version)
-            paced = True
-            continue  # what has finished meanwhile may be in the log already, committed by `produce`
+        yield state
         await fleet.release_silent()
         waited = time.monotonic() - last_progress
         if waited > min(1.0, stall_timeout) and (progress := state.entries + await fleet.num_finished()) != seen:

@@ -16,7 +16,7 @@ import math
 import selectors
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from rollouts.production.leases import Leases
 from rollouts.production.prompts import PromptOrder
 from settings.rollout import Fallback
 from settings.train import StalePolicy
-from storage.log.claims import next_claim
+from storage.log.claims import NOTHING, has_sampled_all, next_claim, owed_by
 from storage.log.entries import Claim, claimed_groups
 from storage.log.producers import Presence
 from storage.records import RolloutGroup, Task, Trajectory
@@ -91,6 +91,7 @@ class Scenario:
     """Each with as many groups at once, or its share of what may be in flight at all."""
     max_staleness: float = 1.0
     stale_policy: StalePolicy = "strict"
+    schedule: Literal["free", "fixed"] = "free"
     steps_per_update: int = 1
     dynamic_batch: bool = False
     on_nothing_accepted: Fallback = "skip_step"
@@ -142,6 +143,10 @@ class Outcome:
     """Groups taken out of the queue, per step."""
     held_seconds: float
     """Mean time per step for which a claim was held back."""
+    claims: list[tuple[list[str], ...]]
+    """Per step, the ids of its groups by outcome, and the versions that sampled those it trains."""
+    owes: set[str]
+    """What steps owe to the moment."""
 
 
 class _SimulatedPlayer:
@@ -203,6 +208,7 @@ class _Simulation:
         self._arrived = asyncio.Event()
         self._version = 0
         self._held_seconds = 0.0
+        self._owes: set[str] = set()
         # By group: the versions of its tokens if it was accepted; if it was claimed, their lags and which are trained.
         self._versions: dict[str, np.ndarray] = {}
         self._lags: dict[str, np.ndarray] = {}
@@ -211,7 +217,7 @@ class _Simulation:
         margin = scenario.steps // 10
         self._first, self._last = max(1, margin), scenario.steps - margin
         settings = ("n_samples", "batch_size", "max_staleness", "stale_policy", "steps", "steps_per_update")
-        settings += ("dynamic_batch", "on_nothing_accepted", "max_concurrent", "shard_seconds")
+        settings += ("schedule", "dynamic_batch", "on_nothing_accepted", "max_concurrent", "shard_seconds")
         values = {name: getattr(scenario, name) for name in settings}
         self._config = a_config(**values, min_usable=1, retries=0, shard_bytes=10**9)
         prompts = PromptOrder([Task(id=f"task{n}", prompt="") for n in range(NUM_TASKS)], seed=0)
@@ -270,9 +276,17 @@ class _Simulation:
                 self._player.count()
                 self._readings.append((loop.time(), self._player.area, self._player.empty))
             self._count(claim)
+            if (owed := owed_by(self._log.state, claim, self._config)) != NOTHING:
+                self._owes.add(owed)
             await asyncio.sleep(scenario.train_seconds)
             self._log.append(a_step(self._log.state, claim))
             if self._log.state.newest_version % scenario.steps_per_update == 0:
+                while scenario.schedule == "fixed" and not has_sampled_all(
+                    self._version, self._log.state, self._config
+                ):
+                    self._arrived.clear()
+                    self._rebase()
+                    await self._arrived.wait()
                 await asyncio.sleep(scenario.publish_seconds)
                 self._version = self._log.state.newest_version
                 self._player.swaps.append((loop.time(), self._version))
@@ -338,6 +352,14 @@ class _Simulation:
             batches=[len(step.claim.trained) for step in state.steps],
             attempts=[len(claimed_groups(step)) for step in state.steps],
             held_seconds=self._held_seconds / scenario.steps,
+            claims=[
+                (
+                    [f"{outcome} {group.group_id}" for outcome, group in claimed_groups(step)],
+                    [f"{sorted(set(self._versions[group.group_id].tolist()))}" for group in step.claim.trained],
+                )
+                for step in state.steps
+            ],
+            owes=self._owes,
         )
 
 

@@ -26,6 +26,7 @@ _QWEN = {("qwen2", "Qwen2Tokenizer"), ("qwen3", "Qwen2Tokenizer")}
 _STAND_IN, _RESULT = "STANDIN", "RESULT"
 """A reply, or the end of its call, and a tool's result, to find in the rendered text."""
 _USER = {"role": "user", "content": "0"}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 _AUTHORS = ("system", "developer", "assistant")
 """Roles whose contents may have marks of calls and thoughts: the run's author or the policy wrote them."""
 _NONE: Mapping[str, ParsedReply] = {}
@@ -92,6 +93,25 @@ class ChatTokens:
                     "the model's chat template leaves out what tools return, so the policy would not see it; use one "
                     "that shows messages of the role 'tool'"
                 )
+
+    def check_day(self) -> None:
+        """Raise `InvalidInput` if the template puts the day on which it is rendered into a prompt."""
+        asked: list[str] = []
+
+        def strftime_now(form: str) -> str:
+            asked.append(form)
+            return ""
+
+        own = {**self._settings, "strftime_now": strftime_now}
+        for before, tools in (([], None), ([{"role": "system", "content": "0"}], None), ([], [_TOOL])):
+            with contextlib.suppress(Exception):  # a template need not know system messages or tools
+                self.tokenizer.apply_chat_template([*before, _USER], tools=tools, tokenize=False, **own)
+        if asked:
+            raise InvalidInput(
+                "reproducible = true: the model's chat template names the day on which it is rendered (strftime_now), "
+                "so prompts are others tomorrow; give it a day, as in engine.chat_template_kwargs = "
+                '{date_string = "26 Jul 2024"}, or, if it takes none, write one into the template'
+            )
 
     def prompt(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rollouts.production.prompts import Prompt, PromptOrder
 from rollouts.production.quota import Quota
 from settings.run_file import RunConfig
-from storage.log.claims import num_counted
+from storage.log.claims import num_committed, num_needed
 from storage.log.entries import Lease
 from storage.log.producers import Presence
 from storage.log.run_log import RunLog
@@ -51,14 +51,12 @@ class Leases:
 
     def rebase(self, version: int) -> None:
         """Tell the quota what the log counts, and which policy answers next."""
-        state, batch_size = self.log.state, self.config.batch_size
-        session_steps = state.sessions[-1].steps if state.sessions else 0  # the run's end as its newest session has it
+        state = self.log.state
         self.quota.rebase(
             version=version,
-            # Of steps, not of versions served here: between a step and its publication its groups stay counted.
-            committed=state.step * batch_size + num_counted(state, self.config),
+            committed=num_committed(state, self.config),
             elsewhere=sum(holder != self.presence.holder for holder in state.leased.values()),
             num_producers=len(state.producers.keys() | {self.presence.holder}),
-            total=(session_steps or self.config.steps) * batch_size,
+            total=num_needed(state, self.config),
             paused=bool(state.paused),
         )

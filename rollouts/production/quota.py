@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 
 from settings.run_file import RunConfig
+from storage.log.claims import num_allowed
 
 LEASE_SHARE = 8
 """The lease of a worker alone is for at least this part of a batch: a filter that rejects much must not cost a log
@@ -21,7 +22,6 @@ entry per group."""
 BUSY = 0.8
 """Share of `max_concurrent` that must be running for a claim to wait. With heavy-tailed durations, waiting on for less
 costs more steps than it saves groups: see benchmarks/staleness.py."""
-_ROUNDING = 1e-9  # (1 + 0.16) · 50 is 57.99999999999999
 
 
 class Quota:
@@ -100,15 +100,16 @@ class Quota:
 
         concurrency room = max_concurrent − running; among several workers, no more than a fair share of what may be in
         flight at all, so that the first to ask does not take everything
-        staleness room   = u · k · B + ⌊(1 + max_staleness) · k · B⌋ − (accepted + running)
+        staleness room   = num_allowed(version) − (accepted + running)
 
-        for batches of B groups, k steps per weight update, and u = ⌊version / k⌋ updates so far. max_staleness = 0 is
-        synchronous training.
+        max_staleness = 0 is synchronous training.
         """
         if self.paused:
             return 0
         used = self.accepted + self.running
-        return min(self._max_concurrent - self.running, self._allowed(self.version) - used, self.total - used)
+        return min(
+            self._max_concurrent - self.running, num_allowed(self.version, self._config) - used, self.total - used
+        )
 
     @property
     def wanted(self) -> int:
@@ -120,7 +121,7 @@ class Quota:
 
     def used_up(self, version: int) -> bool:
         """Whether the log holds all groups that may be sampled before there is a newer policy than `version`."""
-        return self._allowed(version) <= self.committed
+        return num_allowed(version, self._config) <= self.committed
 
     @property
     def waits_for_policy(self) -> bool:
@@ -171,8 +172,3 @@ class Quota:
             return most
         in_flight = (1 + self._config.max_staleness) * self._config.train.steps_per_update * self._config.batch_size
         return min(most, math.ceil(in_flight / self.num_producers))
-
-    def _allowed(self, version: int) -> int:
-        """Groups that may be accepted or running, since version 0, while `version` is the newest."""
-        window = self._config.train.steps_per_update * self._config.batch_size
-        return self._update(version) * window + math.floor((1 + self._config.max_staleness) * window + _ROUNDING)

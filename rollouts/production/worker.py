@@ -42,6 +42,7 @@ from rollouts.sandbox.sandbox import require_sandbox
 from rollouts.workflow import Workflow
 from settings.evaluation import EvaluationSettings
 from settings.run_file import RunConfig
+from storage.log.claims import is_fixed
 from storage.log.entries import Evaluation, Policy, Shard
 from storage.log.producers import Presence
 from storage.log.run_log import RunLog
@@ -117,7 +118,7 @@ class RolloutWorker:
             require_sandbox()
         log = open_run(open_store(store_uri), config.run)
         lock = asyncio.Lock()
-        most_behind = config.max_staleness * config.train.steps_per_update
+        most_behind = 0 if is_fixed(config) else config.max_staleness * config.train.steps_per_update
         served = ServedPolicy(log=log, log_lock=lock, cache=Path(cache), most_behind=most_behind)
         policy, folder = served.first(version)
         lora = config.train.lora
@@ -132,6 +133,8 @@ class RolloutWorker:
         exact = config.reproducible
         engine = make_engine(config.engine, model, seed=config.seed, lora_rank=lora_rank, reproducible=exact)
         tokens = ChatTokens.load(model, settings=config.engine.chat_template_kwargs)
+        if exact:  # of a model that was not on the machine of the command
+            tokens.check_day()
         checksum = await engine.start(folder, policy.version, stop_ids=tokens.turn_ends)
         served.engine, served.version = engine, policy.version
         rewards = RewardPool(

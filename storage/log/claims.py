@@ -1,13 +1,16 @@
-"""Which groups the next optimizer step takes: a deterministic function of the log.
+"""Which groups the next optimizer step takes, and which policy samples what: deterministic functions of the log.
 
-In: the fold of a run's log, and its settings. Out: a `Claim`, or None while too few groups are committed; also, up to
-which step the run follows from its run file.
+In: the fold of a run's log, and its settings. Out: a `Claim`, or None while too few groups are committed; the policy
+that engines are to serve; also, up to which step the run follows from its run file.
 The staleness bound is enforced here, from the versions the engine stamped on every token;
 `rollouts/production/quota.py` only paces production.
 
     pending, oldest token first ─▶ accepted and within the bound ─▶ the first batch_size: trained
                              │                                   └▶ the others: stay pending
                              └───▶ rejected, failed, cancelled, over the bound: done with, each with its reason
+
+With `rollout.schedule = "fixed"` the first batch in prompt order is trained, as soon as all prompts before its last one
+have ended.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ CANCELLED = "cancelled"
 NOTHING = "nothing"
 BY_MOMENT = frozenset({"timeout", "engine_error", "tool_error", "cancelled"})
 """Failing statuses that the policy's tokens do not explain."""
+_ROUNDING = 1e-9  # (1 + 0.16) · 50 is 57.99999999999999
 
 
 class NothingAccepted(UserError):
@@ -41,6 +45,68 @@ class NothingAccepted(UserError):
 def updates_behind(versions: Versions, *, live: int, steps_per_update: int) -> Versions:
     """Weight updates between the versions that sampled and the live one: every `steps_per_update`-th is loaded."""
     return live // steps_per_update - versions // steps_per_update
+
+
+# ── Which policy samples what ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def num_allowed(version: int, config: RunConfig) -> int:
+    """Groups since policy 0 that may be accepted or running while policy `version` is the newest.
+
+    u · k · B + ⌊(1 + max_staleness) · k · B⌋ for batches of B groups, k steps per weight update, and u = ⌊version / k⌋
+    updates so far.
+    """
+    window = config.train.steps_per_update * config.batch_size
+    ahead = math.floor((1 + config.max_staleness) * window + _ROUNDING)
+    return version // config.train.steps_per_update * window + ahead
+
+
+def sampling_version(place: int, config: RunConfig) -> int:
+    """The policy that samples accepted group `place`, from 0, in a fixed schedule: the first that may."""
+    window = config.train.steps_per_update * config.batch_size
+    return max(0, (place - num_allowed(0, config)) // window + 1) * config.train.steps_per_update
+
+
+def oldest_needed(config: RunConfig) -> int:
+    """So many of the newest policies may be needed again by a run in a fixed schedule."""
+    return math.ceil((1 + config.max_staleness) * config.train.steps_per_update)
+
+
+def is_fixed(config: RunConfig) -> bool:
+    """Whether neither the policy that samples a group nor the step that trains it depends on the moment."""
+    synchronous = not config.max_staleness and config.train.steps_per_update == 1
+    return synchronous or config.rollout.schedule == "fixed"
+
+
+def num_committed(state: RunState, config: RunConfig) -> int:
+    """Groups that count against `num_allowed`: those of steps, and those that a step may still train.
+
+    Of steps, not of versions that an engine serves: between a step and its publication its groups stay counted.
+    """
+    return state.step * config.batch_size + num_counted(state, config)
+
+
+def num_needed(state: RunState, config: RunConfig) -> int:
+    """Groups of the whole run; its end is as its newest session has it."""
+    return ((state.sessions[-1].steps if state.sessions else 0) or config.steps) * config.batch_size
+
+
+def has_sampled_all(version: int, state: RunState, config: RunConfig) -> bool:
+    """Whether the log holds all groups that may be sampled before there is a newer policy than `version`."""
+    return min(num_allowed(version, config), num_needed(state, config)) <= num_committed(state, config)
+
+
+def due_version(state: RunState, config: RunConfig) -> int:
+    """The policy that engines are to serve now. In a fixed schedule it is the one whose batch is not complete; if
+    retention has removed that one, the oldest one after it, which `owed_by` notices."""
+    assert state.live is not None, "a run has its base policy before anything is sampled"
+    if config.rollout.schedule != "fixed":
+        return state.live.version
+    due = min(sampling_version(num_committed(state, config), config), state.live.version)
+    return next(version for version in range(due, state.live.version + 1) if version not in state.retired_policies)
+
+
+# ── What a step takes ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def next_claim(state: RunState, config: RunConfig) -> Claim | None:
@@ -54,11 +120,16 @@ def next_claim(state: RunState, config: RunConfig) -> Claim | None:
     With `dynamic_batch` the step takes the first `batch_size` groups in that order, accepted or not, and trains what it
     can. Otherwise it trains fewer than a batch only if `max_attempts` batches are pending. If it has nothing to train,
     `on_nothing_accepted` decides between `fallback` and `NothingAccepted`.
+
+    In a fixed schedule the order is that of the prompts, and those behind a prompt without an outcome wait for it.
     """
     live = state.live
     assert live is not None, "a run has its base policy before anything is claimed"
     pending = [state.groups[group_id] for group_id in state.pending]
-    pending.sort(key=lambda group: (group.head_version, group.position))
+    in_order = config.rollout.schedule == "fixed"
+    if in_order:
+        pending = [group for group in pending if group.position < state.positions.first_gap]
+    pending.sort(key=lambda group: (0 if in_order else group.head_version, group.position))
     if config.rollout.dynamic_batch:
         pending = _first_attempted(pending, config.batch_size)
     reasons = {group.id: _reason(group, live.version, config) for group in pending}
@@ -68,6 +139,8 @@ def next_claim(state: RunState, config: RunConfig) -> Claim | None:
         return None
     # Groups finish in any order; trained in prompt order, the same groups give bit-identical weights.
     trained = sorted(trainable[: config.batch_size], key=lambda group: group.position)
+    if in_order and len(trained) == config.batch_size:  # what is behind it belongs to the next batch
+        pending = [group for group in pending if group.position <= trained[-1].position]
     if not trained and config.rollout.on_nothing_accepted == "fail":
         raise NothingAccepted(_report(state.step + 1, pending, reasons))
 
@@ -100,9 +173,9 @@ def num_counted(state: RunState, config: RunConfig) -> int:
 
 def owed_by(state: RunState, claim: Claim, config: RunConfig) -> str:
     """What a step with this claim owes to anything but the run file and the steps before; `nothing`, or a sentence."""
-    if config.max_staleness:
-        return f"max_staleness = {config.max_staleness:g}: which policy answers a prompt depends on the moment"
-    if config.train.steps_per_update > 1:
+    if not is_fixed(config):
+        if config.max_staleness:
+            return f"max_staleness = {config.max_staleness:g}: which policy answers a prompt depends on the moment"
         return "train.steps_per_update > 1: which groups of an update's batches come first depends on the moment"
     if state.quarantined:
         return f"shard {next(iter(state.quarantined))} was lost, and its prompts ran again"
@@ -113,6 +186,12 @@ def owed_by(state: RunState, claim: Claim, config: RunConfig) -> str:
         or not (len(claim.trained) == config.batch_size or config.rollout.dynamic_batch)
     ):
         return "it took what had finished by then, which was no whole batch"
+    first = sampling_version((claim.step - 1) * config.batch_size, config)
+    last = sampling_version(claim.step * config.batch_size - 1, config)
+    for group in claim.trained:
+        head, tail = state.groups[group.group_id].head_version, state.groups[group.group_id].tail_version
+        if not first <= head == tail <= last:
+            return f"group {group.group_id!r} was sampled by policy {head} to {tail}, and not by {first}"
     for name in OUTCOMES:
         for group in getattr(claim, name):
             if reason := state.shards[group.shard_id].owes.get(group.group_id):

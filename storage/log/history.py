@@ -74,6 +74,11 @@ class Positions(MutableSet[int]):
     def __len__(self) -> int:
         return self._below + len(self._others)
 
+    @property
+    def first_gap(self) -> int:
+        """The smallest number from 0 on that is not in the set."""
+        return self._below
+
     def add(self, value: int) -> None:
         if value not in self:
             self._others.add(value)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from rollouts.engines.vllm_core import is_cpu_build
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
+from storage.log.claims import is_fixed
 
 _FIXED_ORDER = "NCCL_ALGO"
 """With this in the environment NCCL adds up by one algorithm; otherwise it chooses one by sizes and links."""
@@ -37,15 +38,15 @@ def check_producer(config: RunConfig) -> None:
 
 def _problems(config: RunConfig, on_gpus: bool) -> Iterator[str]:
     arguments = config.engine.vllm
-    if config.max_staleness:
+    if not is_fixed(config) and config.max_staleness:
         yield (
             f"max_staleness = {config.max_staleness:g}: which policy answers a prompt would depend on the moment; set "
-            "max_staleness = 0"
+            'rollout.schedule = "fixed", or max_staleness = 0'
         )
-    if config.train.steps_per_update > 1:
+    if not is_fixed(config):
         yield (
             f"train.steps_per_update = {config.train.steps_per_update}: which groups come first would depend on the "
-            "moment; set it to 1"
+            'moment; set rollout.schedule = "fixed", or the key to 1'
         )
     if not config.rollout.num_workers:
         yield (

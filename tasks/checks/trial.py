@@ -137,7 +137,8 @@ def check_repeats(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], confi
 def check_template(config: RunConfig, *, several_turns: bool, with_tools: bool) -> None:
     """Render the turns that a workflow takes with the chat template of the run's model, if it is on this machine.
 
-    Raises `InvalidInput` for a template that has no first, second or third turn, or shows no results of tools.
+    Raises `InvalidInput` for a template that has no first, second or third turn, or shows no results of tools; and, if
+    the run is to be reproducible, for one that names the day.
     """
     if not config.model or (folder := local_folder(config.model)) is None:
         return
@@ -146,6 +147,8 @@ def check_template(config: RunConfig, *, several_turns: bool, with_tools: bool) 
     except (OSError, ValueError, KeyError) as error:  # what transformers raises; `InvalidInput` is a `ValueError`
         raise InvalidInput(f"model = {config.model!r}: its tokenizer cannot be used: {error}") from error
     tokens.prompt([Message(role="user", content="0")])
+    if config.reproducible:
+        tokens.check_day()
     if several_turns or with_tools:
         tokens.check_turns(with_call=with_tools)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from storage.log.entries import claimed_groups
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
 from storage.objects.object_store import LocalStore
@@ -24,6 +25,13 @@ def check_trained_once(
     assert len(prompts) == len(set(prompts)) == batch_size * steps, "a prompt was trained twice"
     assert set(committed) <= state.groups.keys(), "a committed group was lost"
     assert not state.leased
+
+
+def sampled_by(state: RunState) -> list[list[tuple[str, str, int, int]]]:
+    """Per step: outcome, id, oldest and newest policy of each of its groups."""
+    taken = [claimed_groups(step) for step in state.steps]
+    groups = [[(outcome, state.groups[each.group_id]) for outcome, each in of_step] for of_step in taken]
+    return [[(outcome, g.id, g.head_version, g.tail_version) for outcome, g in of_step] for of_step in groups]
 
 
 def weights_of(state: RunState) -> list[str]:

@@ -95,3 +95,49 @@ def test_throughput_follows_the_number_of_workers():
     assert speed[4] > 3.2 and speed[16] > 6
     for outcome in outcomes.values():
         assert outcome.outcomes["trained"] == 20 * alone.batch_size and outcome.over_bound == 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"max_staleness": 1},
+        {"max_staleness": 1, "rejected": 0.4},
+        {"max_staleness": 2, "rejected": 0.4, "dynamic_batch": True},
+        {"max_staleness": 0.5, "rejected": 0.4},
+        {"max_staleness": 0, "rejected": 0.4},
+        {"max_staleness": 1, "rejected": 0.4, "steps_per_update": 3},
+    ],
+)
+def test_in_a_fixed_schedule_neither_claims_nor_versions_depend_on_the_moment(kind: dict[str, Any]):
+    """Durations, workers and concurrency differ; what the filter says of a prompt does not."""
+    others: list[dict[str, Any]] = [
+        {"sigma": 0.1},
+        {"median_seconds": 3.0, "train_seconds": 200.0, "shard_seconds": 1.0},
+        {"num_workers": 2},
+        {"num_workers": 3, "max_concurrent": 4, "sigma": 2.0},
+        {"max_concurrent": 64},
+        {"max_concurrent": 5},
+    ]
+    outcome = _outcome(schedule="fixed", steps=15, **kind)
+    assert not outcome.owes and outcome.drop_rate == 0 and outcome.over_bound == 0
+    for changes in others:
+        other = _outcome(schedule="fixed", steps=15, **{**kind, **changes})
+        assert other.claims == outcome.claims, changes
+        assert not other.owes, changes
+
+
+def test_in_a_fixed_schedule_a_batch_is_sampled_whole_by_the_policy_so_many_steps_before_it():
+    for bound in (0, 1, 2):
+        outcome = _outcome(schedule="fixed", max_staleness=bound, rejected=0.4, steps=10)
+        versions = [{version for version in versions} for _, versions in outcome.claims]
+        assert versions == [{f"[{max(0, n - bound)}]"} for n in range(10)]
+    free = [_outcome(max_staleness=1, rejected=0.4, num_workers=workers, steps=10) for workers in (1, 2)]
+    assert free[0].claims != free[1].claims, "the schedule makes no difference"
+
+
+def test_a_fixed_schedule_still_overlaps_generation_and_training():
+    synchronous = _outcome(max_staleness=0, train_seconds=60.0, sigma=0.2)
+    fixed = _outcome(max_staleness=1, schedule="fixed", train_seconds=60.0, sigma=0.2)
+    free = _outcome(max_staleness=1, train_seconds=60.0, sigma=0.2)
+    assert fixed.steps_per_hour > 1.4 * synchronous.steps_per_hour
+    assert fixed.steps_per_hour > 0.9 * free.steps_per_hour

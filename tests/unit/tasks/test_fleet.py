@@ -70,7 +70,7 @@ def test_without_a_living_engine_the_alias_moves_when_the_policy_is_in_the_store
     session: RunSession, workers: dict[str, _Party]
 ) -> None:
     """Producers elsewhere go by it, and workers that take the place of the dead."""
-    session.fleet.mark_served([])
+    session.fleet.mark_served([], version=0)
     assert _serves(session) == (0, "")
     _publish(session, **workers)
     assert _serves(session) == (1, "")
@@ -80,7 +80,7 @@ def test_the_newest_policy_is_served_when_the_alias_is_on_it_and_its_files_make_
     session: RunSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not session.fleet.newest_is_served()
-    session.fleet.mark_served([])
+    session.fleet.mark_served([], version=0)
     assert session.fleet.newest_is_served()
     delta = _trained(session, anchor=0)
     assert not session.fleet.newest_is_served()
@@ -100,12 +100,12 @@ def test_the_newest_policy_is_served_when_the_alias_is_on_it_and_its_files_make_
 def test_an_engine_that_is_there_again_is_compared_with_engines_only(
     session: RunSession, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session.fleet.mark_served([])
+    session.fleet.mark_served([], version=0)
     with caplog.at_level(logging.WARNING):
-        session.fleet.mark_served(["sum"])
-        session.fleet.mark_served([])
+        session.fleet.mark_served(["sum"], version=0)
+        session.fleet.mark_served([], version=0)
         assert _serves(session) == (0, "sum") and not caplog.text
-        session.fleet.mark_served(["other"])
+        session.fleet.mark_served(["other"], version=0)
     assert "checksum of policy 0 differs" in caplog.text
 
 

@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
-from storage.log.claims import NOTHING, NothingAccepted, follows_until, next_claim, num_counted, owed_by
-from storage.log.entries import Claim, ClaimedGroup, GroupSummary, Quarantine
+from storage.log.claims import (
+    NOTHING,
+    NothingAccepted,
+    due_version,
+    follows_until,
+    has_sampled_all,
+    next_claim,
+    num_counted,
+    owed_by,
+)
+from storage.log.entries import Claim, ClaimedGroup, GroupSummary, Quarantine, Retire
 from storage.log.run_state import RunState
 from storage.shards.codec import summarise
 from tests.builders import a_claim, a_config, a_group, a_log, a_shard, a_step, a_summary, a_trajectory, a_turn
@@ -173,6 +182,64 @@ def test_what_a_step_takes_does_not_depend_on_the_order_in_which_groups_finished
     assert _taken(claims[0]) == {"trained": ["0.task0", "0.task2"], "filtered": ["0.task1", "0.task4"]}
 
 
+FIXED: dict[str, Any] = {"schedule": "fixed", "max_staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("positions", "rules", "taken"),
+    [
+        ([1, 2, 3], {}, None),  # 0 has no outcome yet
+        ([3, 1, 0], {}, {"trained": [0, 1]}),
+        ([3, 2, 0], {}, None),
+        ([0, -1, 2, 3], {}, {"trained": [0, 2], "filtered": [1]}),
+        ([0, 1, -2, 3], {}, {"trained": [0, 1]}),  # what was rejected behind the batch belongs to the next one
+        ([0, -1, 3], DYNAMIC, {"trained": [0], "filtered": [1]}),
+        ([0, 2, 3], DYNAMIC, None),
+    ],
+)
+def test_in_a_fixed_schedule_batches_are_taken_in_prompt_order_whatever_has_come_by_now(
+    positions: list[int], rules: dict[str, Any], taken: dict[str, list[Any]] | None
+):
+    """A negative position is of a group that was rejected."""
+    groups = [a_summary(abs(position), accepted=position >= 0) for position in positions]
+    for order in itertools.permutations(groups):
+        claim = _claim(_state(*order), **FIXED, **rules)
+        if taken is None:
+            assert claim is None
+        else:
+            assert _taken(claim) == {name: [f"0.task{position}" for position in each] for name, each in taken.items()}
+
+
+def test_a_start_in_a_fixed_schedule_serves_the_policy_whose_batch_is_not_complete():
+    config, free = (a_config(**{**RULES, **FIXED, "steps": 4, "schedule": schedule}) for schedule in ("fixed", "free"))
+    log, due = a_log(), []
+    sampled = [0, 0, 0, 0, 1, 1, 2, 2]  # the first two batches by the base policy, then one by each
+    for position, version in enumerate(sampled):
+        due.append(due_version(log.state, config))
+        assert has_sampled_all(version, log.state, config) is (due[-1] > version)
+        state = log.append(a_shard(f"s{position}", [a_summary(position, version=version)]))
+        assert due_version(state, free) == state.live.version  # type: ignore[union-attr]
+        if (claim := next_claim(state, config)) is not None:
+            assert owed_by(state, claim, config) == NOTHING
+            log.append(a_step(state, claim))
+    assert due == sampled
+    assert log.state.step == 4 and due_version(log.state, config) == 3
+    log.append(Retire(shard_ids=[], policy_versions=[3], state_paths=[], reason="too old"))
+    assert due_version(log.state, config) == 4
+    assert due_version(log.state, free) == 4
+
+
+def test_a_group_that_another_policy_sampled_ends_what_follows_from_the_file():
+    config = a_config(**{**RULES, **FIXED})
+    for versions in ((0, 0), (1, 0)):
+        groups = [a_summary(0, version=1), _mixed(1, *versions)]
+        claim = next_claim(state := _state(*groups, version=0), config)
+        assert claim is not None
+        assert owed_by(state, claim, config) == "group '0.task0' was sampled by policy 1 to 1, and not by 0"
+    claim = next_claim(state := _state(a_summary(0), _mixed(1, 0, 1)), config)
+    assert claim is not None and "'0.task1' was sampled by policy 0 to 1, and not by 0" in owed_by(state, claim, config)
+
+
 @pytest.mark.parametrize(
     ("groups", "owes", "rules", "reason"),
     [
@@ -181,6 +248,8 @@ def test_what_a_step_takes_does_not_depend_on_the_order_in_which_groups_finished
         ([0, 1], {"0.task7": "timeout"}, {}, NOTHING),
         ([0, 1], {}, {"max_staleness": 1}, "max_staleness = 1: which policy"),
         ([0, 1], {}, {"steps_per_update": 2}, "train.steps_per_update > 1"),
+        ([0, 1], {}, FIXED, NOTHING),
+        ([0, 1], {}, {**FIXED, "steps_per_update": 2}, NOTHING),
         ([0], {}, {}, "no whole batch"),
         ([0], {}, DYNAMIC, NOTHING),
     ],

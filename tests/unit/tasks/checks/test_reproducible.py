@@ -34,6 +34,11 @@ def test_settings_under_which_the_moment_decides_are_refused(settings: dict[str,
     check_settings(a_config(reproducible=True), on_gpus=False)
 
 
+def test_a_fixed_schedule_is_reproducible_whatever_the_staleness() -> None:
+    for settings in ({"max_staleness": 0.5}, {"max_staleness": 3, "steps_per_update": 2}, {"steps_per_update": 2}):
+        check_settings(a_config(reproducible=True, schedule="fixed", **settings), on_gpus=False)
+
+
 def test_ranks_on_gpus_need_a_fixed_order_of_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_ALGO", raising=False)
     config = a_config(reproducible=True, num_ranks=2)

@@ -314,6 +314,33 @@ def test_the_turns_a_workflow_takes_are_rendered_with_the_models_template(
         _check(tmp_path, f"async def run(self, task, chat):\n    {body}", model=str(base_model))
 
 
+@pytest.mark.parametrize(
+    ("family", "given", "is_refused"),
+    [
+        ("llama3.2", {}, True),
+        ("llama3.2", {"date_string": "26 Jul 2024"}, False),
+        ("gpt-oss", {}, True),  # takes no day
+        ("qwen3", {}, False),
+    ],
+)
+def test_a_template_that_names_the_day_is_refused_if_a_run_is_to_be_reproducible(
+    tmp_path: Path,
+    base_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    given: dict[str, str],
+    is_refused: bool,
+) -> None:
+    tokenizer = tokenizer_of(family, fixed_day=False)
+    monkeypatch.setattr(ChatTokens, "load", lambda folder, settings: ChatTokens(tokenizer, settings=settings))
+    body = "async def run(self, task, chat):\n    await chat.ask('1')\n    return 1"
+    settings = {"model": str(base_model), "chat_template_kwargs": given}
+    _check(tmp_path, body, **settings)
+    sentence = r"reproducible = true: the model's chat template names the day .*date_string = .26 Jul 2024"
+    with pytest.raises(InvalidInput, match=sentence) if is_refused else contextlib.nullcontext():
+        _check(tmp_path, body, reproducible=True, **settings)
+
+
 def test_a_start_does_not_load_vllm_for_a_reply_that_calls_tools() -> None:
     code = """
 import sys
