@@ -119,6 +119,8 @@ VALUE = "import collections, datetime\ndef f(): return {}"
 RAISES = (
     "import pytest\nimport solution\ndef test_f():\n    with pytest.raises(solution.Odd, match='odd 3'): solution.f(3)"
 )
+
+
 def _packed(tests: object) -> str:
     """As LiveCodeBench packs its private tests."""
     return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
