@@ -306,7 +306,7 @@ NOT_ACROSS = [
         ("x = 1\nassert add(pd.Series([1]), 1).sum() == 2", "line 2: the tests use pd: the code under test runs in"),
         ("from torch import tensor\nassert add(tensor(1), 1) == 2", "line 1: the tests use torch"),
         ("import asyncio\nassert asyncio.run(add(1, 1)) == 2", "its coroutines cannot be awaited here"),
-        ("import tempfile\nassert add(tempfile.mktemp(), '')", "it cannot open the files of the tests"),
+        ("import tempfile\nassert add(tempfile.mktemp(), '')", "neither opens the files of the other"),
         ("import inspect\nassert inspect.signature(add)", "line 1: the tests use inspect"),
         ("x = 1\nassert add.__doc__", "line 2: the tests use __doc__: .* is not seen here"),
         (
