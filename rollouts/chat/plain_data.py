@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import ItemsView, KeysView, ValuesView
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -34,4 +35,6 @@ def as_text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, range | KeysView | ValuesView | ItemsView):
+        return [*value]
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -19,6 +20,7 @@ from settings.redaction import read_json
 _COMPRESSIONS = (".gz", ".zst", ".bz2")
 _ENCODINGS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 """By the mark a file begins with; without one it is UTF-8."""
+_CONVERSATION = re.compile(r"""\s*\[\s*\{\s*(["'])(role|from)\1\s*:\s*["']""")
 _LFS_POINTER = b"version https://git-lfs"
 """What Git puts in a file's place until Git LFS has fetched it."""
 
@@ -69,6 +71,8 @@ def _value(row: Any, key: str) -> Any:
 
 def _as_text(value: Any, key: str, where: str) -> str:
     match value:
+        case str() if _CONVERSATION.match(value):
+            problem = "a conversation written down as text; write it as a list of messages"
         case str():
             return value
         case float() if value.is_integer():
@@ -78,13 +82,15 @@ def _as_text(value: Any, key: str, where: str) -> str:
             return f"{whole}{point}{part}".rstrip("0").rstrip(".") if part else whole
         case bool() | int() | float() if math.isfinite(value):
             return json.dumps(value)
-        case [{"role": "user", "content": str(content)}]:
+        case [{"role": "user", "content": str(content)}] | [
+            {"role": "user", "content": [{"type": "text", "text": str(content)}]}
+        ]:
             return content
         case [{"role": _}, *_]:
             roles = ", ".join(str(each.get("role")) for each in value)
             problem = f"a conversation of {roles}, and a prompt is one text; name its parts, such as {key}.0.content"
         case Mapping() | list() if value:
-            inner = next(iter(value)) if isinstance(value, Mapping) else 0
+            inner = next(key for key in ("content", *value) if key in value) if isinstance(value, Mapping) else 0
             problem = f"a {type(value).__name__}, not text; name a key in it, such as {key}.{inner}"
         case _:
             problem = f"{value!r}, not text; write it as text"

@@ -16,8 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from fractions import Fraction
-from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,6 @@ GROUPS_PER_SHARD = 256
 _MOST_VOTES = 500
 LONGEST_ERROR = 500  # characters
 
-Outcome = TypeVar("Outcome")
 Commit = Callable[[str, list[RolloutGroup], float], Awaitable[object]]
 """(shard id, groups, wall-clock seconds they took) → committed."""
 
@@ -44,7 +42,7 @@ class MixedVersions(UserError):
     """An evaluation has tokens of another policy version than the one it is about."""
 
 
-def pass_at_k(*, num_attempts: int, num_correct: int, k: int) -> float:
+def pass_at_k(num_correct: int, *, num_attempts: int, k: int) -> float:
     """Chance that at least one of `k` attempts, drawn without replacement from those made, is correct.
 
     1 − C(n − c, k) / C(n, k), unbiased: Chen et al. 2021, arXiv 2107.03374, equation 1. With 2 of 5 attempts correct
@@ -55,7 +53,7 @@ def pass_at_k(*, num_attempts: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_attempts - num_correct, k) / math.comb(num_attempts, k)
 
 
-def pass_hat_k(*, num_attempts: int, num_correct: int, k: int) -> float:
+def pass_hat_k(num_correct: int, *, num_attempts: int, k: int) -> float:
     """Chance that all of `k` attempts, drawn as for `pass_at_k`, are correct: C(c, k) / C(n, k), unbiased.
 
     τ-bench's pass^k, arXiv 2406.12045. With 2 of 5 attempts correct and k = 2 it is 1/10.
@@ -63,37 +61,28 @@ def pass_hat_k(*, num_attempts: int, num_correct: int, k: int) -> float:
     return math.comb(num_correct, k) / math.comb(num_attempts, k)
 
 
-def majority_at_k(answers: Sequence[tuple[int, int]], *, num_attempts: int, ks: Sequence[int]) -> list[float]:
-    """maj@k for each k: the chance that the commonest answer of `k` attempts, drawn as for `pass_at_k`, is correct.
+def majority_at_k(answers: Sequence[tuple[int, int]], *, num_attempts: int, k: int) -> float:
+    """Chance that the commonest answer of `k` attempts, drawn as for `pass_at_k`, is correct.
 
     `answers` has, for each answer, how many attempts gave it and how many of those are correct; attempts without one
-    are drawn and do not vote. Of answers that are equally common each is as likely. An answer drawn t times wins
-    against those drawn less often, which are counted by how many attempts they leave undrawn and how many draw level.
+    are drawn and do not vote. Of answers that are equally common each is as likely. Sums over how often the commonest
+    is drawn; `ways[:, l, q]` is in how many ways `q` attempts are drawn of which `l` answers are the commonest, and
+    that number times the correct shares of those.
     """
-    sizes, most = [size for size, _ in answers], max(ks)
-    silent = num_attempts - sum(sizes)
-    chances = [0.0] * len(ks)
-    for number, (size, num_correct) in enumerate(answers):
-        for times in range(1, min(size, most) + 1) if num_correct else ():
-            ways_Q = _ways_to_lose(sizes[:number] + sizes[number + 1 :], silent, times=times, most=most - times)
-            for i, k in enumerate(ks):
-                if k >= times:
-                    drawn = math.comb(size, times) / math.comb(num_attempts, k) * ways_Q[k - times]
-                    chances[i] += num_correct / size * float(drawn)
-    return chances
-
-
-def _ways_to_lose(sizes: Sequence[int], silent: int, *, times: int, most: int) -> np.ndarray:
-    """Ways to draw q = 0 … `most` attempts so that no answer is drawn more than `times`, each over 1 + the number of
-    answers drawn exactly so often. Shape [most + 1]."""
-    ways_LQ = np.zeros((most // times + 1, most + 1))  # by how many draw level, and how many are drawn
-    ways_LQ[0, 0] = 1.0
-    for size, votes in [*((size, True) for size in sizes), (silent, False)]:
-        before_LQ, ways_LQ = ways_LQ, np.zeros_like(ways_LQ)
-        for drawn in range(min(size, most, times if votes else most) + 1):
-            level = int(votes and drawn == times)
-            ways_LQ[level:, drawn:] += math.comb(size, drawn) * before_LQ[: len(ways_LQ) - level, : most + 1 - drawn]
-    return np.asarray((ways_LQ / np.arange(1, len(ways_LQ) + 1)[:, None]).sum(0))
+    chance, silent = 0.0, num_attempts - sum(size for size, _ in answers)
+    for times in range(1, min(k, max((size for size, _ in answers), default=0)) + 1):
+        ways = np.zeros((2, k // times + 1, k + 1))
+        ways[0, 0, 0] = 1.0
+        for size, correct in answers:
+            before, ways = ways, np.zeros_like(ways)
+            for drawn in range(min(size, times) + 1):
+                level = int(drawn == times)
+                added = math.comb(size, drawn) * before[:, : before.shape[1] - level, : k + 1 - drawn]
+                ways[:, level:, drawn:] += added
+                ways[1, level:, drawn:] += level * correct / size * added[0]
+        won_Q = (ways[1, 1:] / np.arange(1, ways.shape[1])[:, None]).sum(0)
+        chance += sum(float(won) * math.comb(silent, k - drawn) for drawn, won in enumerate(won_Q))
+    return chance / math.comb(num_attempts, k)
 
 
 class Tally:
@@ -101,7 +90,6 @@ class Tally:
 
     def __init__(self, n_samples: int) -> None:
         self._n_samples = n_samples
-        self._ks = [2**power for power in range(n_samples.bit_length())]
         self._sum = Fraction()
         self._sum_of_squares = Fraction()
         self._num_correct: Counter[int] = Counter()
@@ -139,26 +127,24 @@ class Tally:
     @property
     def pass_at(self) -> dict[str, float]:
         """Mean pass@k over problems for k = 1, 2, 4, … up to the attempts per problem."""
-        return self._means(self._num_correct, self._each(pass_at_k))
+        return self._mean(pass_at_k, self._num_correct)
 
     @property
     def pass_all(self) -> dict[str, float]:
         """Mean pass^k, for the same k."""
-        return self._means(self._num_correct, self._each(pass_hat_k))
+        return self._mean(pass_hat_k, self._num_correct)
 
     @property
     def maj_at(self) -> dict[str, float]:
         """Mean maj@k, for the same k; empty without votes, and above 500 attempts, whose ways no float counts."""
-        if self._n_samples > _MOST_VOTES or not any(self._answers):
-            return {}
-        return self._means(self._answers, partial(majority_at_k, num_attempts=self._n_samples, ks=self._ks))
+        return self._mean(majority_at_k, self._answers) if self._n_samples <= _MOST_VOTES and any(self._answers) else {}
 
-    def _each(self, chance: Callable[..., float]) -> Callable[[int], list[float]]:
-        return lambda correct: [chance(num_attempts=self._n_samples, num_correct=correct, k=k) for k in self._ks]
-
-    def _means(self, outcomes: Counter[Outcome], chances: Callable[[Outcome], list[float]]) -> dict[str, float]:
-        rows = [[count * chance for chance in chances(outcome)] for outcome, count in outcomes.items()]
-        return {str(k): math.fsum(column) / self.num_tasks for k, *column in zip(self._ks, *rows, strict=True)}
+    def _mean(self, chance: Callable[..., float], outcomes: Counter[Any]) -> dict[str, float]:
+        means = {}
+        for k in [2**power for power in range(self._n_samples.bit_length())]:
+            chances = [count * chance(each, num_attempts=self._n_samples, k=k) for each, count in outcomes.items()]
+            means[str(k)] = math.fsum(chances) / self.num_tasks
+        return means
 
 
 def _answers(group: RolloutGroup) -> tuple[tuple[int, int], ...]:

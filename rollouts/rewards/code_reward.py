@@ -10,13 +10,16 @@ It runs in a reward process, like every reward. The sandboxes are children of th
 
 from __future__ import annotations
 
+import base64
 import functools
 import io
 import itertools
 import json
 import os
+import pickletools
 import re
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +47,19 @@ def unit_tests(
     * Python code. Each top-level statement that asserts, or calls a function of the tests that does, is a test, and so
       is each `test…` function; if there are none, each top-level call is. Classes, parameters and fixtures are run by
       pytest, also those of unittest. Tests use names that they do not define themselves, or import `solution`. Plain
-      data, arrays of numpy, exceptions and what is printed cross; other objects stay where they are, and are used from
-      there: functions, iterators and objects of the tests' classes by the code, those of the code by the tests. Tests
-      that import pandas, torch or asyncio are refused, and files of the tests are not seen. Objects of the code's
-      classes equal only each other, and take part in `+` or `in` with plain data only if the tests made them.
+      data, arrays of numpy, exceptions and what is printed cross, and a list or dictionary that both have is the same
+      one: what the code does to an argument or a global, the tests see, and the other way. Other objects stay where
+      they are, and are used from there: functions, iterators and objects of the tests' classes by the code, those of
+      the code by the tests. Tests that use files, the environment, warnings, pandas, torch or asyncio, or replace what
+      the code uses, are refused. Objects of the code's classes equal only each other, and take part in `+` or `in`
+      with plain data only if the tests made them.
     * JSON: `[{"input": "2 3", "output": "5"}, …]` or `{"inputs": […], "outputs": […]}`: standard input and output.
       White space at the ends of lines is ignored; a script that ends with an error has failed.
     * The same with `"fn_name"` (APPS, LiveCodeBench): calls of that function, or of that method of `Solution`. Inputs
       are lists of arguments, or texts with one in JSON a line. With these tests, or any that name `Solution`, code
       has what solutions for LeetCode need not import.
     * JSON: a list of Python texts, as MBPP's `test_list`.
+    * LiveCodeBench's private tests as they are packed; with `fn_name`, unpack them first, and put it beside them.
 
     All tests together have `seconds` of wall-clock, each process has `memory_gb` of address space. A test that has not
     passed by then has failed. What the code raises or uses up is its own failure, never an error of the reward.
@@ -88,9 +94,7 @@ def _read(tests: str) -> tuple[str, list[tuple[str, str]], str]:
     Raises `InvalidInput`.
     """
     if _PACKED.fullmatch(tests):
-        raise InvalidInput(
-            "the tests are packed, as LiveCodeBench's private ones: unpack them when you prepare the data"
-        )
+        tests = _unpacked(tests)
     try:
         data: Any = read_json(tests)
     except ValueError:
@@ -112,6 +116,21 @@ def _read(tests: str) -> tuple[str, list[tuple[str, str]], str]:
 
 _PACKED = re.compile(r"\s*eJ[A-Za-z0-9+/\s]{30,}+={0,2}\s*")
 """What zlib made, in base64."""
+_MOST_UNPACKED = 2**28
+
+
+def _unpacked(tests: str) -> str:
+    """LiveCodeBench's private tests: a pickled text, which is read here and never unpickled. Raises `InvalidInput`."""
+    try:
+        data = zlib.decompressobj().decompress(base64.b64decode(tests), _MOST_UNPACKED)
+        steps = [(step.name, argument) for step, argument, _ in pickletools.genops(data)]
+        [text] = [argument for name, argument in steps if name not in ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "STOP")]
+    except (ValueError, zlib.error) as error:
+        what = "the tests are packed, and not as LiveCodeBench packs its private ones (a pickled text, zlib, base64)"
+        raise InvalidInput(f"{what}: unpack them when you prepare the data") from error
+    return str(text)
+
+
 _FORMS = (
     'JSON tests must be [{"input": "…", "output": "…"}, …] or {"inputs": […], "outputs": […]} with at least one pair '
     'of texts; with {"fn_name": "…"}, if they call a function; or a list of Python texts'

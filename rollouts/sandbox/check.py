@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from rollouts.sandbox.code_tests import LIBRARY, CannotRun, Function, TestPlan, read_tests
 from rollouts.sandbox.solution import Solution
-from rollouts.sandbox.wire import send
+from rollouts.sandbox.wire import send, type_of
 
 
 def check(source: str, solution: Solution, verdicts: TextIO, *, as_leetcode: bool = False) -> None:
@@ -35,6 +35,9 @@ class _Code(types.ModuleType):
     def __init__(self, solution: Solution, defined: set[str]) -> None:
         super().__init__("solution")
         self.__dict__.update(__solution=solution, __defined=defined)
+
+    def __dir__(self) -> list[str]:
+        return [*self.__dict__["__defined"]]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in self.__dict__["__defined"]:
@@ -64,9 +67,13 @@ def _run(plan: TestPlan, solution: Solution, verdicts: TextIO, *, as_leetcode: b
     methods = [node for each in plan.body if isinstance(each, ast.ClassDef) for node in each.body]
     solution.classes, solution.reads_arrays = plan.classes, plan.uses_arrays
     solution.closed |= {node.name for node in methods if isinstance(node, Function)}
+    space["__type_of"] = type_of
     defined = solution.names(as_leetcode=as_leetcode)
-    names = {name: solution.named(name) for name in defined if plan.takes(name) and name not in space}
-    space.update(names)
+    for module_name, name in _FOR_BOTH:
+        if module_name != "numpy" or plan.uses_arrays:
+            _do_in_both(solution, module_name, name)
+    names = [name for name in defined if plan.takes(name) and name not in space]
+    solution.give(names, space)
     sys.modules["solution"] = code = _Code(solution, {*defined})
     code.__all__ = [*names]  # type: ignore[attr-defined]
     num_asked = solution.num_asked
@@ -90,6 +97,23 @@ def _run(plan: TestPlan, solution: Solution, verdicts: TextIO, *, as_leetcode: b
     if plan.needs_pytest:
         num_pytest = plan.num_tests - len(plan.statements) - num_lost
         _run_pytest(module, solution, plan.num_tests - num_pytest, verdicts, lambda: num_pytest if was_asked() else 0)
+
+
+_FOR_BOTH = (("sys", "setrecursionlimit"), ("random", "seed"), ("numpy", "random.seed"))
+
+
+def _do_in_both(solution: Solution, module: str, name: str) -> None:
+    """Let a function of Python that tests call to set something set it for the code too."""
+    path, _, last = f"{module}.{name}".rpartition(".")
+    owner = importlib.import_module(path)
+    here = getattr(owner, last)
+
+    def both(*arguments: Any) -> Any:
+        solution.ask("python", module, name, *arguments)
+        solution.num_asked -= 1  # none of the code's own has run
+        return here(*arguments)
+
+    setattr(owner, last, both)
 
 
 def _passes(node: ast.stmt, space: dict[str, Any], was_asked: Callable[[], bool]) -> bool:

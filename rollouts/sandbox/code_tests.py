@@ -22,24 +22,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rollouts.sandbox.unsupported import unsupported
 from rollouts.sandbox.wire import DATA_NAMES
 
-_IN_ONE_PROCESS = {
-    "caplog": "what it logs is not seen by the tests",
-    **dict.fromkeys(("monkeypatch", "mocker", "mock", "unittest.mock"), "what the tests replace is not replaced there"),
-    **dict.fromkeys(("sys", "builtins", "solution"), "what the tests replace is not replaced there"),
-}
-"""Names that have an effect within one process only → why they have none on the code under test."""
-_NOT_ACROSS = {
-    **dict.fromkeys(("asyncio", "anyio", "trio"), "its coroutines cannot be awaited here"),
-    **dict.fromkeys(("inspect", "dis", "__doc__", "__annotations__"), "what it consists of is not seen here"),
-    **dict.fromkeys(("tempfile", "pyfakefs"), "it cannot open the files of the tests"),
-    **dict.fromkeys(
-        ("pandas", "pd", "polars", "pyarrow", "xarray", "torch", "tensorflow", "jax", "sympy", "networkx", "PIL"),
-        "objects of this library do not reach it",
-    ),
-}
-"""Modules and attributes that tests use for what does not cross → why it does not."""
 _LATE_SKIPS = ("skipTest", "SkipTest", "importorskip")
 LIBRARY = {
     **dict.fromkeys(("isclose", "isnan", "isinf", "inf", "nan", "pi"), "math"),
@@ -93,11 +78,14 @@ def read_tests(source: str) -> TestPlan:
     """What the tests consist of. Raises `CannotRun`."""
     try:
         body = ast.parse(source, "tests.py").body
-        own, used = _names(symtable.symtable(source, "tests.py", "exec"))
+        own, used = _names(table := symtable.symtable(source, "tests.py", "exec"))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise CannotRun(f"the tests do not parse: {error}") from error
+    body = body if "type" in own else [_Types().visit(statement) for statement in body]
     nodes = list(ast.walk(ast.Module(body, [])))
-    _check_names(nodes)
+    top = {each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()}
+    if reason := next(unsupported(body, own, bound_at_top=top), ""):
+        raise CannotRun(reason)
     _check_choices(nodes)
     helpers = _called_with_arguments(body)  # HumanEval's `check(add)` by another name
     defined = [
@@ -181,6 +169,7 @@ def _classes(nodes: Sequence[ast.AST]) -> set[str]:
         match node:
             case ast.Attribute(value=owner, attr=name) if name not in DATA_NAMES | methods:
                 classes |= {_callee(owner), made.get(ast.unparse(owner), ""), getattr(owner, "id", "")}
+                classes |= makers(owner) if isinstance(owner, ast.BinOp | ast.UnaryOp) else set()
             case ast.Return(value=ast.Call() as call) | ast.Yield(value=ast.Call() as call):
                 classes.add(_callee(call))
             case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kinds]):
@@ -223,34 +212,21 @@ def _imports(body: Sequence[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from _imports([*ast.iter_child_nodes(node)])
 
 
-def _check_names(nodes: Sequence[ast.AST]) -> None:
-    for node in nodes:
-        reasons = _IN_ONE_PROCESS
-        match node:
-            case ast.arg(arg=name):
-                names = [name]
-            case ast.ImportFrom(module="unittest" | "unittest.mock" as module, names=aliases):
-                names = [str(module), *(alias.name for alias in aliases)]
-            case ast.Import(names=[ast.alias(name="unittest.mock" | "mock" as name)]):
-                names = [name]
-            case ast.Import(names=aliases):
-                names, reasons = [alias.name.partition(".")[0] for alias in aliases], _NOT_ACROSS
-            case (
-                ast.ImportFrom(module=str(name))
-                | ast.Name(id="pd" as name)
-                | ast.Attribute(attr="__doc__" | "__annotations__" as name)
-            ):
-                names, reasons = [name.partition(".")[0]], _NOT_ACROSS
-            case ast.Assign(targets=targets):
-                owners = [target for target in targets if isinstance(target, ast.Attribute)]
-                names = [ast.unparse(target.value) for target in owners if target.attr not in ("stdout", "stderr")]
-            case _:
-                continue
-        for name in names:
-            if name in reasons:
-                line = getattr(node, "lineno", 0)
-                why = f"the code under test runs in a process of its own, and {reasons[name]}"
-                raise CannotRun(f"line {line}: the tests use {name}: {why}; compare what functions return")
+class _Types(ast.NodeTransformer):
+    """`type(x)` and `x.__class__` become what knows the classes of the code."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        is_type = isinstance(node.func, ast.Name) and node.func.id == "type" and len(node.args) == 1
+        return self._type_of(node, node.args[0]) if is_type else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        return self._type_of(node, node.value) if node.attr == "__class__" else node
+
+    def _type_of(self, node: ast.expr, value: ast.expr) -> ast.AST:
+        function = ast.copy_location(ast.Name("__type_of", ast.Load()), node)
+        return ast.copy_location(ast.Call(function, [value], []), node)
 
 
 def _check_choices(nodes: Sequence[ast.AST]) -> None:

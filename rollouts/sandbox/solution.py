@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import importlib
 import io
+import operator
 import re
 import sys
 import types
@@ -41,6 +43,8 @@ class _Served(Link):
         super().__init__(requests, answers)
         self._file = file
         self._space: dict[str, Any] = {}
+        self._named: dict[str, Any] = {}
+        """Values that the tests have by their names."""
         self._printed = [io.BytesIO(), io.BytesIO()]
         sys.stdout, sys.stderr = (
             io.TextIOWrapper(each, "utf-8", "replace", write_through=True) for each in self._printed
@@ -51,7 +55,13 @@ class _Served(Link):
             self.tell(self.done(self.hear()))
 
     def tell(self, message: dict[str, Any]) -> None:
-        super().tell({**message, "printed": [each.getvalue().decode("utf-8", "replace") for each in self._printed]})
+        rebound = {
+            name: self._space.get(name) for name, value in self._named.items() if self._space.get(name) is not value
+        }
+        self._named |= rebound
+        names = {name: self._encode(value) for name, value in rebound.items()}
+        printed = [each.getvalue().decode("utf-8", "replace") for each in self._printed]
+        super().tell({**message, "names": names, "printed": printed})
         for each in self._printed:
             each.seek(0)
             each.truncate()
@@ -63,7 +73,10 @@ class _Served(Link):
             self._space = run_module("solution", self._file)
             return [str(name) for name in self._space]
         if does == "name":
+            self._named[arguments[0]] = self._space[arguments[0]]
             return self._space[arguments[0]]
+        if does == "python":
+            return operator.attrgetter(arguments[1])(importlib.import_module(arguments[0]))(*arguments[2:])
         return DOES[does](*arguments, **keywords)
 
 
@@ -93,6 +106,7 @@ class Solution(Link):
     """The code under test, as its tests see it. What they pass can be used by the code, and no more than that."""
 
     is_strict = True
+    _given: dict[str, Any] = {}
     has_failed = False
     """True if an assertion failed in a function that the tests passed."""
 
@@ -103,6 +117,18 @@ class Solution(Link):
     def named(self, name: str) -> Any:
         """What the code has by this name. Raises `KeyError`."""
         return named(self.ask("name", name), name)
+
+    def give(self, names: list[str], space: dict[str, Any]) -> None:
+        """Put what the code has by these names into `space`, and what it binds them to later."""
+        self._given, self._space = {name: self.named(name) for name in names}, space
+        space.update(self._given)
+
+    def heard(self, message: dict[str, Any]) -> None:
+        super().heard(message)
+        for name, encoded in message["names"].items():
+            value = named(self._decode(encoded), name)
+            if name in self._given and self._space.get(name) is self._given[name]:  # the tests have not bound it anew
+                self._space[name] = self._given[name] = value
 
     def hear(self) -> dict[str, Any]:
         message = super().hear()
@@ -115,7 +141,8 @@ class Solution(Link):
         match encoded[0], arguments:
             case {"yours": _}, [owner, str(name), *_] if does.endswith("attr"):
                 kind = type(owner)
-                is_open = kind.__module__ == "__main__" or (isinstance(owner, _OPEN) and does == "getattr")
+                is_read = isinstance(owner, _OPEN) and does == "getattr"
+                is_open = is_read or kind.__module__ == "__main__" or kind is types.SimpleNamespace
                 is_method = does != "getattr" and callable(getattr(kind, name, None))
                 if name.startswith("_") or not is_open or is_method:
                     raise AttributeError(f"the tests' {kind.__name__} has no attribute {name!r} for the code")

@@ -1,17 +1,17 @@
 """What crosses between two processes that do not trust each other: plain data as JSON, and requests for the rest.
 
-In: values of one end. Out: the same values at the other one. A type that JSON lacks is an object with one key. Any
-other object stays where it is, and the other end has a `Far` one instead, whose operations ask. Exceptions cross by
-name.
+In: values of one end. Out: the same values at the other one. A type that JSON lacks is an object with one key. Lists,
+dictionaries, sets and arrays are kept equal at both ends while both hold them. Any other object stays where it is, and
+the other end has a `Far` one instead, whose operations ask. Exceptions cross by name.
 """
 
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 import operator
-from collections import Counter, deque, namedtuple
+import threading
+from collections import namedtuple
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -21,21 +21,12 @@ from typing import Any, TextIO
 from uuid import UUID
 
 from rollouts.sandbox.crossing_exceptions import exception_class, make_exception, names_of
-
-
-def _pairs(mapping: Any) -> list[list[Any]]:
-    return [[key, mapping[key]] for key in mapping]
-
+from rollouts.sandbox.shared_containers import KINDS, Shared, empty, facts_of, fill, kind_of
 
 _PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, list, tuple),
-    "set": (set, list, set),
     "frozenset": (frozenset, list, frozenset),
-    "Counter": (Counter, _pairs, lambda pairs: Counter(dict(pairs))),
-    "dict": (dict, _pairs, dict),
-    "deque": (deque, list, deque),
     "bytes": (bytes, bytes.hex, bytes.fromhex),
-    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
     "time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
@@ -45,6 +36,7 @@ _PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda parts: datetime.timedelta(*parts),
     ),
     "complex": (complex, lambda number: [number.real, number.imag], lambda parts: complex(*parts)),
+    "slice": (slice, lambda part: [part.start, part.stop, part.step], lambda parts: slice(*parts)),
     "range": (range, lambda span: [span.start, span.stop, span.step], lambda parts: range(*parts)),
     "Decimal": (Decimal, str, Decimal),
     "Fraction": (Fraction, str, Fraction),
@@ -54,52 +46,10 @@ _PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
 """Key → the type, its parts as JSON, and the value of such parts."""
 _TYPES = {
     kind.__name__: kind
-    for kind in (*(kind for kind, _, _ in _PLAIN.values()), bool, int, float, str, list, object, type(None))
+    for kind in (*(kind for kind, _, _ in _PLAIN.values()), *KINDS.values(), bool, int, float, str, object, type(None))
 }
 DATA_NAMES = {name for kind in _TYPES.values() for name in dir(kind)}
 DATA_NAMES |= {"all", "any", "equals", "shape", "dtype", "tolist", "sum", "mean", "max", "min"}  # arrays and tables
-_Mutable = list | dict | set | deque | bytearray
-
-
-def _is_array(value: Any) -> bool:
-    """True for an array of numpy's that holds numbers, texts or times, and not objects."""
-    return type(value).__name__ == "ndarray" and type(value).__module__ == "numpy" and value.dtype.kind in _ARRAY_KINDS
-
-
-_ARRAY_KINDS = "biufcSUmM"
-
-
-def _array(kind: str, shape: list[int], items: list[Any]) -> Any:
-    import numpy as np
-
-    if np.dtype(kind).kind not in _ARRAY_KINDS:
-        raise TypeError(f"an array of {kind} does not cross")
-    return np.array(items, dtype=kind).reshape(shape)
-
-
-def _containers(value: Any) -> list[Any]:
-    """What a function can change in its arguments, outer first."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | deque) else ()
-    is_mutable = isinstance(value, _Mutable) or _is_array(value)
-    return [*([value] if is_mutable else []), *(c for part in parts for c in _containers(part))]
-
-
-def _contents(container: Any) -> list[Any]:
-    if _is_array(container):
-        return [container.copy()]
-    return _pairs(container) if isinstance(container, dict) else [*container]
-
-
-def _fill(container: Any, contents: list[Any]) -> None:
-    if _is_array(container):
-        container[...] = contents[0]
-    elif isinstance(container, list | bytearray):
-        container[:] = contents
-    else:
-        container.clear()
-        (dict.update if isinstance(container, dict) else deque.extend if isinstance(container, deque) else set.update)(
-            container, contents
-        )
 
 
 def send(stream: TextIO, message: dict[str, Any]) -> None:
@@ -110,19 +60,22 @@ def send(stream: TextIO, message: dict[str, Any]) -> None:
 
 # --- the two ends
 
-_OPERATORS = "add sub mul truediv floordiv mod pow"
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift"
 _HARMLESS = (
-    "setattr delattr iter next getitem setitem delitem len str repr hash bool round neg abs int float index enter"
+    "setattr delattr iter next getitem setitem delitem len str repr hash bool round neg pos invert abs int float"
+    " index enter reversed"
 )
 """They pass nothing that is compared with."""
 DOES: dict[str, Callable[..., Any]] = {
     **{"call": operator.call, "getattr": getattr, "setattr": setattr, "delattr": delattr, "iter": iter, "next": next},
     **{"getitem": operator.getitem, "setitem": operator.setitem, "delitem": operator.delitem},
     **{"len": len, "str": str, "repr": repr, "hash": hash, "bool": bool, "round": round},
-    **{"neg": operator.neg, "abs": abs, "int": int, "float": float, "index": operator.index},
+    **{"neg": operator.neg, "pos": operator.pos, "invert": operator.invert, "reversed": reversed},
+    **{"abs": abs, "int": int, "float": float, "index": operator.index, "divmod": divmod},
     **{"enter": lambda manager: manager.__enter__(), "exit": lambda manager: manager.__exit__(None, None, None)},
     **{"contains": operator.contains, "eq": operator.eq, "lt": operator.lt, "le": operator.le},
     **{name: getattr(operator, name) for name in _OPERATORS.split()},
+    **{f"i{name.rstrip('_')}": getattr(operator, f"i{name.rstrip('_')}") for name in _OPERATORS.split()},
     "isinstance": lambda kind, value: isinstance(value, kind),
     "issubclass": lambda kind, value: issubclass(value, kind),
 }
@@ -160,19 +113,24 @@ class Link:
         self._places: dict[int, int] = {}
         """Identity → place in `_own`, which keeps the object alive."""
         self._far: dict[tuple[int, bool, str], Far] = {}
+        self._shared = Shared(parity=int(self.is_strict))
+        self._asking = threading.RLock()
 
     def ask(self, does: str, /, *arguments: Any, **keywords: Any) -> Any:
         """What the other end returns, or raises. It may ask back meanwhile."""
-        self.num_asked += 1
-        containers = _containers([arguments, keywords])[1:]  # without the list of both
-        self.tell({"do": does, "arguments": self._encode(list(arguments)), "keywords": self._encode(keywords)})
-        while "do" in (message := self.hear()):
-            self.tell(self.done(message))
-        for container, after in zip(containers, self._decode(message.get("after", []), containers), strict=False):
-            _fill(container, after)
-        if "error" in message:
-            raise self._decode(message["error"])
-        return self._decode(message["value"])
+        with self._asking:
+            self.num_asked += 1
+            self._shared.let_go()
+            order = {"do": does, "arguments": [self._encode(each) for each in arguments]}
+            self.tell({**order, "keywords": {name: self._encode(value) for name, value in keywords.items()}})
+            while "do" in (message := self.hear()):
+                self.tell(self.done(message))
+            is_error = "error" in message
+            value = self._decode(message["error" if is_error else "value"])
+            self.heard(message)
+        if is_error:
+            raise value
+        return value
 
     def far(self, number: int, *, is_made: bool = False, name: str = "") -> Far:
         """The object of the other end, always the same one, so that `is` compares."""
@@ -180,8 +138,9 @@ class Link:
         return self._far.setdefault((number, is_made, name), Far(self, number, is_made, name))
 
     def tell(self, message: dict[str, Any]) -> None:
+        changed = [self._container(number) for number in self._shared.changed()]
         try:
-            send(self._requests, message)
+            send(self._requests, {**message, "changed": changed, "forgotten": self._shared.sent()})
         except BrokenPipeError:
             self._end()
 
@@ -190,23 +149,25 @@ class Link:
             self._end()
         return json.loads(line)
 
+    def heard(self, message: dict[str, Any]) -> None:
+        """Call it when what a message is about has been decoded: the rest of it."""
+        for each in message["changed"]:
+            self._decode(each)
+        self._shared.forget(message["forgotten"])
+
     def _end(self) -> None:
         self.is_gone = True
         raise Gone
 
     def done(self, order: dict[str, Any]) -> dict[str, Any]:
-        containers: list[Any] = []
         try:
-            arguments, keywords = self._decode([order["arguments"], order["keywords"]])
-            containers = _containers([tuple(arguments), keywords])[1:]
-            answer = {"value": self._encode(self.do(order["do"], order["arguments"], arguments, keywords))}
+            arguments = [self._decode(each) for each in order["arguments"]]
+            keywords = {name: self._decode(value) for name, value in order["keywords"].items()}
+            self.heard(order)
+            self._shared.let_go()
+            return {"value": self._encode(self.do(order["do"], order["arguments"], arguments, keywords))}
         except self.caught as error:
-            answer = {"error": self._encode(error)}
-        kept = {id(container): place for place, container in enumerate(containers)}
-        contents = [_contents(each) for each in containers]
-        try:
-            return {**answer, "after": [[self._encode(item, kept) for item in each] for each in contents]}
-        except self.caught as error:  # for example a list that has itself as an item
+            self._shared.unsent()  # for example because it is nested too deeply
             return {"error": self._encode(error)}
 
     caught: type[BaseException] = Exception
@@ -214,21 +175,27 @@ class Link:
     def do(self, does: str, encoded: list[Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    def _encode(self, value: Any, kept: dict[int, int] | None = None) -> Any:
-        """`kept`: identity → place of the arguments' containers, which the other end has."""
+    def _container(self, number: int) -> dict[str, Any]:
+        container = self._shared.get(number)
+        facts = self._encode(facts_of(container))
+        return {
+            "shared": [number, kind_of(container), facts, [self._encode(each) for each in self._shared.hold(number)]]
+        }
+
+    def _encode(self, value: Any) -> Any:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        if kept and id(value) in kept:
-            return {"kept": kept[id(value)]}
-        encode = functools.partial(self._encode, kept=kept)
-        if isinstance(value, list):
-            return [encode(item) for item in value]
+        if kind_of(value):
+            number, is_new = self._shared.number_of(value)
+            return self._container(number) if is_new else {"same": number}
         if isinstance(value, Far):
             return {"yours": value.__dict__["_number"]}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return {"namedtuple": [type(value).__name__, list(value._fields), encode(list(value))]}
+            return {"namedtuple": [type(value).__name__, list(value._fields), [self._encode(each) for each in value]]}
         if isinstance(value, BaseException):
-            return {"error": [names_of(type(value)), encode(list(value.args)), encode(dict(vars(value))), str(value)]}
+            arguments = [self._encode(each) for each in value.args]
+            attributes = [[name, self._encode(each)] for name, each in vars(value).items()]
+            return {"error": [names_of(type(value)), arguments, attributes, str(value)]}
         if isinstance(value, type):
             if issubclass(value, BaseException):
                 return {"exception": names_of(value)}
@@ -236,41 +203,46 @@ class Link:
                 return {"type": value.__name__}
         for key, (kind, parts_of, _) in _PLAIN.items():
             if isinstance(value, kind):
-                return {key: encode(parts_of(value))}
-        if _is_array(value):
-            return {"array": [value.dtype.str, list(value.shape), encode(value.tolist())]}
+                parts = parts_of(value)
+                return {key: [self._encode(each) for each in parts] if isinstance(parts, list) else parts}
         if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-            return encode(value.tolist())
+            return self._encode(value.tolist())
         if id(value) not in self._places:
             self._places[id(value)] = len(self._own)
             self._own.append(value)
         return {"mine": self._places[id(value)]}
 
-    def _decode(self, data: Any, kept: list[Any] | None = None) -> Any:
+    def _decode(self, data: Any) -> Any:
         match data:
             case list():
-                return [self._decode(item, kept) for item in data]
+                return [self._decode(item) for item in data]
+            case {"shared": [int(number), str(kind), facts, items]}:
+                facts, items = self._decode(facts), self._decode(items) if kind == "array" else items
+                if kind == "array" and not self.reads_arrays:
+                    fill(array := empty(kind, facts), items)
+                    kind, items = "list", array.tolist()
+                container = self._shared.meet(number, kind, facts)  # before what it holds: that may be itself
+                fill(container, self._decode(items))
+                self._shared.hold(number)
+                return container
+            case {"same": int(number)}:
+                return self._shared.get(number)
             case {"mine": int(number)}:
                 return self.far(number)
             case {"yours": int(number)}:
                 return self._own[number]
-            case {"kept": int(place)} if kept is not None:
-                return kept[place]
-            case {"array": [str(kind), shape, items]}:
-                decoded = self._decode(items, kept)
-                return _array(kind, shape, decoded) if self.reads_arrays else decoded
             case {"type": name}:
                 return _TYPES[name]
             case {"exception": names}:
                 return exception_class(tuple(names))
             case {"error": [names, arguments, attributes, text]}:
-                decoded = self._decode([arguments, attributes], kept)
-                return make_exception(exception_class(tuple(names)), decoded[0], decoded[1], str(text))
+                kind = exception_class(tuple(names))
+                return make_exception(kind, self._decode(arguments), dict(self._decode(attributes)), str(text))
             case {"namedtuple": [name, fields, values]}:
-                return namedtuple(name, fields)(*self._decode(values, kept))
+                return namedtuple(name, fields)(*self._decode(values))
             case dict():
                 [(key, parts)] = data.items()
-                return _PLAIN[key][2](self._decode(parts, kept))
+                return _PLAIN[key][2](self._decode(parts))
         return data
 
 
@@ -306,11 +278,13 @@ class Far:
         return self._made(value) if self._is_class else value
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in ("__name__", "__wrapped__"):
+        if name.startswith("__") and name not in ("__name__", "__qualname__", "__wrapped__"):
             raise AttributeError(name)
         if name in self._link.closed and not self._is_made:
             raise AttributeError(f"an object of the code is no data, so its {name} says nothing")
         return named(self._ask("getattr", name), name)
+
+    __divmod__ = partialmethod(_operate, "divmod")
 
     def __contains__(self, item: Any) -> bool:
         return self._ask("contains", item) is True if self._is_made else any(item == each for each in self._ask("iter"))
@@ -339,6 +313,14 @@ class Far:
     __le__ = partialmethod(_compare, "le")
 
 
+def type_of(value: Any) -> Any:
+    """What `type` is for tests: an object of the code has its class, and not `Far`."""
+    if not isinstance(value, Far):
+        return type(value)
+    kind = value._ask("getattr", "__class__")
+    return named(kind, kind.__name__)
+
+
 def named(value: Any, name: str) -> Any:
     """A value by the name that the tests call it."""
     return value._link.far(value._number, name=name) if isinstance(value, Far) else value
@@ -347,5 +329,7 @@ def named(value: Any, name: str) -> Any:
 for _name in _HARMLESS.split():
     setattr(Far, f"__{_name}__", partialmethod(Far._ask, _name))
 for _name in _OPERATORS.split():
-    setattr(Far, f"__{_name}__", partialmethod(Far._operate, _name))
-    setattr(Far, f"__r{_name}__", partialmethod(Far._operate, _name, is_reflected=True))
+    _short = _name.rstrip("_")
+    setattr(Far, f"__{_short}__", partialmethod(Far._operate, _name))
+    setattr(Far, f"__r{_short}__", partialmethod(Far._operate, _name, is_reflected=True))
+    setattr(Far, f"__i{_short}__", partialmethod(Far._operate, f"i{_short}"))

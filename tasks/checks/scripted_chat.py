@@ -30,6 +30,9 @@ _PLAIN_REPLY = "42"
 class Unknown(Exception):
     """A reply may call tools, and its parser, or the tokenizer that it needs, is not to be loaded."""
 
+    def __init__(self) -> None:
+        super().__init__("an attempt that is played before the run starts does without vLLM, so it can make no calls")
+
 
 class ScriptedChat(Chat):
     """A conversation with a policy that says what the workflow expects, as far as it tells."""

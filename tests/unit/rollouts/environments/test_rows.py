@@ -24,6 +24,8 @@ _USER = [{"role": "user", "content": "2+3="}]
     [
         *((0, "0"), (False, "false"), (True, "true"), (18, "18"), (1.5, "1.5"), (18.0, "18"), (-3, "-3"), (" a", " a")),
         *((1e23, "1" + "0" * 23), (-0.0, "0"), (_USER, "2+3=")),
+        ([{"role": "user", "content": [{"type": "text", "text": "2+3="}]}], "2+3="),
+        *(("[{role: user}]", "[{role: user}]"), ("a\u2028b\r", "a\u2028b\r")),
     ],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -115,9 +117,25 @@ def test_any_text_is_read_back_in_any_encoding(
             b'{"q": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}',
             "conversation of system, user, and a prompt is one text; name its parts, such as q.0.content",
         ),
+        (
+            b'{"q": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, '
+            b'{"role": "user", "content": "z"}]}',
+            "conversation of user, assistant, user, and a prompt is one text; name its parts, such as q.0.content",
+        ),
+        (b'{"q": "[{\\"role\\": \\"user\\", \\"content\\": \\"x\\"}]"}', "a conversation written down as text"),
+        (b"{\"q\": \"[{'role': 'user'}]\"}", "a conversation written down as text"),
+        (b'{"q": {"role": "user", "content": "x"}}', "name a key in it, such as q.content"),
+        (b'{"q": [{"role": "user", "content": [{"type": "image"}]}]}', "a conversation of user"),
+        (b'{"q": [{"from": "human", "value": "x"}]}', "'q' is a list, not text"),
+        (b'{"q": 1}{"q": 2}', r"line 1: not JSON \(Extra data\)"),
+        (b'{"q": 1}\r{"q": 2}', r"line 1: not JSON \(Extra data\)"),
+        ('{"q": 1}'.encode("utf-32"), "line 1: not JSON"),
+        ('{"q": 1}'.encode("utf-16-be"), "line 1: not JSON"),
+        (gzip.compress(b'{"q": 1}'), "line 1: byte 2 is no UTF-8"),
+        (b'{"q": 1e400}', "'q' is inf, not text"),
         (b"\n\n", "has no rows"),
     ],
-    ids=range(13),
+    ids=range(25),
 )
 def test_what_is_no_text_is_refused_with_file_and_line(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(data)

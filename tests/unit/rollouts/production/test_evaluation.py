@@ -45,20 +45,20 @@ from tests.builders import SAMPLING, a_config, a_group, a_log, a_policy_folder, 
 
 def test_pass_at_k_of_many_attempts_does_not_overflow():
     no_overflow = 1 - math.prod((1000 - i) / (2000 - i) for i in range(20))
-    assert pass_at_k(num_attempts=2000, num_correct=20, k=1000) == pytest.approx(no_overflow, rel=1e-12)
+    assert pass_at_k(20, num_attempts=2000, k=1000) == pytest.approx(no_overflow, rel=1e-12)
 
 
 @given(attempts=st.lists(st.booleans(), min_size=1, max_size=9), k=st.integers(1, 9))
 def test_pass_at_k_is_the_share_of_the_subsets_with_a_correct_attempt(attempts: list[bool], k: int):
     if k > len(attempts):
         with pytest.raises(ValueError, match="not defined"):
-            pass_at_k(num_attempts=len(attempts), num_correct=sum(attempts), k=k)
+            pass_at_k(sum(attempts), num_attempts=len(attempts), k=k)
         return
     drawn = [any(subset) for subset in itertools.combinations(attempts, k)]
-    found = pass_at_k(num_attempts=len(attempts), num_correct=sum(attempts), k=k)
+    found = pass_at_k(sum(attempts), num_attempts=len(attempts), k=k)
     assert found == pytest.approx(sum(drawn) / len(drawn), abs=1e-12)
     all_right = [all(subset) for subset in itertools.combinations(attempts, k)]
-    found = pass_hat_k(num_attempts=len(attempts), num_correct=sum(attempts), k=k)
+    found = pass_hat_k(sum(attempts), num_attempts=len(attempts), k=k)
     assert found == pytest.approx(sum(all_right) / len(drawn), abs=1e-12)
 
 
@@ -75,9 +75,8 @@ def test_majority_at_k_is_the_mean_over_the_subsets_of_the_vote_with_ties_shared
         vote: [number in right for number, each in enumerate(votes) if each == vote] for vote in set(votes) - {None}
     }
     value = {vote: sum(correct) / len(correct) for vote, correct in given.items()}
-    ks = list(range(1, len(votes) + 1))
-    found = majority_at_k([(len(c), sum(c)) for c in given.values()], num_attempts=len(votes), ks=ks)
-    for k, chance in zip(ks, found, strict=True):
+    for k in range(1, len(votes) + 1):
+        chance = majority_at_k([(len(c), sum(c)) for c in given.values()], num_attempts=len(votes), k=k)
         values = []
         for subset in itertools.combinations(votes, k):
             counts = Counter(vote for vote in subset if vote is not None)
@@ -89,7 +88,7 @@ def test_majority_at_k_is_the_mean_over_the_subsets_of_the_vote_with_ties_shared
 def test_majority_at_k_of_many_attempts_is_soon_known_and_right():
     """500 attempts with 60 answers: drawing all, the commonest wins; of 1, each as often as it was given."""
     answers = [(size, 0) for size in range(1, 27)] + [(40, 40), (30, 30)]
-    one, every = majority_at_k(answers, num_attempts=500, ks=[1, 500])
+    one, every = (majority_at_k(answers, num_attempts=500, k=k) for k in (1, 500))
     assert (one, every) == (pytest.approx(70 / 500, rel=1e-12), pytest.approx(1.0, rel=1e-9))
 
 
