@@ -242,6 +242,8 @@ class Fleet:
         if not serving:
             return  # each of them goes on to the live policy as soon as it can, or says why it cannot
         expected = recorded.checksum if recorded is not None and is_recorded else ""
+        if _kind(expected) != _kind(serving[0]):  # recorded by an earlier version
+            expected = ""
         if set(serving) != {expected or serving[0]}:
             logger.warning("an engine's checksum of policy %d differs from another's", live.version)
         self.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=serving[0]))
@@ -341,6 +343,11 @@ async def _of_the_living(calls: Iterable[Awaitable[Result]]) -> list[Result]:
         if isinstance(answer, BaseException) and not isinstance(answer, WorkerDied):
             raise answer
     return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+def _kind(checksum: str) -> str:
+    """How a checksum was made: what it begins with."""
+    return checksum.rpartition(":")[0]
 
 
 async def _report(worker: Hosted) -> str:

@@ -97,7 +97,8 @@ class TrainerWorker:
             clocks = {"round_started": round_started, "started": started}
             on_first_rank(lambda: self._commit(claim, folder, digest, phases, session_id=session_id, **clocks))
             if self._outbox is not None and digest:
-                os.replace(folder / "policy" / WEIGHTS_FILE, self._outbox / WEIGHTS_FILE)
+                for name in (WEIGHTS_FILE, DIGEST_FILE):
+                    os.replace(folder / "policy" / name, self._outbox / name)
                 self._sendable = claim.base_version + 1
         on_every_rank(self._catch_up)
         return self._took(claim)

@@ -41,6 +41,9 @@ from storage.records import Sampling
 
 logger = logging.getLogger("millrace.engine")
 
+KIND_OF_CHECKSUM = "tensors-1"
+"""How checksums begin. Those of runs recorded earlier have no such beginning and were made in another way: they cannot
+be compared with these."""
 TRIES = 3
 """How often restoring old weights, or resuming the engine, is tried."""
 
@@ -381,8 +384,9 @@ class VllmEngine:
         return layers
 
     async def _read_checksum(self) -> str:
-        """One digest over the per-tensor checksums of every vLLM worker."""
-        return sha256_of_json(await self._call(self.llm.compute_weight_checksums()))
+        """One digest over those of every tensor in every worker."""
+        digests = results(await self._call(self.llm.collective_rpc("weight_digests")))
+        return f"{KIND_OF_CHECKSUM}:{sha256_of_json(digests)}"
 
     async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
         """The result of a call to the engine core, or `EngineError` if the core ends before it answers."""

@@ -91,6 +91,12 @@ class FakeVllm:
     async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
         if method == "own_draws":
             return [self.draws]
+        if method == "weight_digests":
+
+            async def compute() -> Any:
+                return [({"weights": str(self.weights)}, "")]
+
+            return await self._call(method, compute)
 
         async def reload() -> None:
             assert self.paused or not self._in_flight(), "weights change under a running request"
@@ -103,12 +109,6 @@ class FakeVllm:
 
         await self._call(method, reload)
         return [(None, "")]
-
-    async def compute_weight_checksums(self) -> Any:
-        async def compute() -> Any:
-            return [{"weights": str(self.weights)}]
-
-        return await self._call("compute_weight_checksums", compute)
 
     async def update_weight_version(self, version: str) -> None:
         async def update() -> None:

@@ -105,7 +105,9 @@ def test_an_engine_that_is_there_again_is_compared_with_engines_only(
         session.fleet.mark_served(["sum"])
         session.fleet.mark_served([])
         assert _serves(session) == (0, "sum") and not caplog.text
-        session.fleet.mark_served(["other"])
+        session.fleet.mark_served(["tensors-1:sum"])
+        assert _serves(session) == (0, "tensors-1:sum") and not caplog.text, "one of an earlier version says nothing"
+        session.fleet.mark_served(["tensors-1:other"])
     assert "checksum of policy 0 differs" in caplog.text
 
 

@@ -21,7 +21,7 @@ from storage.objects.digests import seal_folder
 from storage.records import Sampling
 from tests.unit.rollouts.fake_vllm import FakeVllm
 
-STEPS = ["pause_scheduler_async", "reload_policy", "compute_weight_checksums", "update_weight_version"]
+STEPS = ["pause_scheduler_async", "reload_policy", "weight_digests", "update_weight_version"]
 
 
 @pytest.fixture(autouse=True)
