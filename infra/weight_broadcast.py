@@ -83,8 +83,9 @@ def receive(
         header = group.store.get("header")
         digests: list[str] = []
         for num_bytes, tensors in _buckets(header, bucket_bytes):
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device if group.device == "cuda" else "cpu")
             group.broadcast(buffer)
+            buffer = buffer.to(device)
             digests += tensor_digests([("", buffer)]).values()
             for name, about, start, end in tensors:
                 # A copy: a layer may keep it until its last tensor arrives, and its bytes may be unaligned.

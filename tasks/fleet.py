@@ -32,6 +32,7 @@ from storage.log.producers import Lookout, withdraw
 from storage.log.run_log import RunLog
 from storage.policies.policies import PolicyReader
 from storage.shards.failed_attempts import read_failures
+from tasks.phases import SharedDevice
 from tasks.trainer import TrainerHandle
 
 logger = logging.getLogger("millrace.workers")
@@ -69,6 +70,7 @@ class Fleet:
         cluster: Cluster,
         *,
         config: RunConfig,
+        device: SharedDevice,
         num_engines: int = 1,
         names: str = "rollout",
         outside: bool = False,
@@ -85,6 +87,7 @@ class Fleet:
         """The worker that does nothing but evaluate; None when a rollout worker does it beside its own work."""
         self.arrivals = asyncio.Event()
         """Set whenever a worker of this session has committed a shard."""
+        self._device = device
         self._num_engines = num_engines
         self._outside = outside
         self._numbered = (f"{names}-{number}" for number in itertools.count())
@@ -130,10 +133,11 @@ class Fleet:
             )
             on = f" with {threads} of {counted(all_threads, 'thread')}"
             await hosted.prepare({"OMP_NUM_THREADS": str(threads)})
-        logger.info("starting the inference engine of %s%s", name, on)
         paths = {"store_uri": self.log.store.uri, "cache": str(cache_folder())}
         facts = {"name": name, "code_version": code_version(), "outside": self._outside, "version": version}
-        checksum = str(await hosted.call("open", self.config, **paths, **facts))
+        async with self._device.starting(name, hosted):
+            logger.info("starting the inference engine of %s%s", name, on)
+            checksum = str(await hosted.call("open", self.config, **paths, **facts))
         if self.config.reproducible and checksum:
             proof = str(await hosted.call("proof"))
             if self._proofs.setdefault(checksum, proof) != proof:
@@ -159,7 +163,7 @@ class Fleet:
         """A started worker takes part from now on, with the newest policy that engines serve."""
         await self.take_part([name])
         if (served := self.served(refresh=True)) is not None:  # one may have been published while it was starting
-            await self.workers[name].call("publish", served)
+            await self.workers[name].call("publish", served, wakes=False)
 
     async def leave(self, name: str, *, death: WorkerDied) -> bool:
         """Free a dead worker's prompts; returns whether another may start. Raises `death` when too many have died."""

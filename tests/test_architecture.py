@@ -64,6 +64,7 @@ MORE_SIBLINGS = {
     "trainers/model": 15,
     "settings": 15,
     "infra": 14,
+    "rollouts/engines": 13,
     "benchmarks": 29,
     "examples/search_agent": 20,
 }

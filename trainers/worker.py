@@ -19,6 +19,8 @@ import uuid
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from infra.weight_broadcast import Broadcast, send
 from settings.errors import failure_text
 from settings.run_file import RunConfig
@@ -102,6 +104,15 @@ class TrainerWorker:
                 self._sendable = claim.base_version + 1
         on_every_rank(self._catch_up)
         return self._took(claim)
+
+    def leave_device(self) -> None:
+        """Give the GPU's memory back until `take_device`: an engine has it meanwhile."""
+        self._trainer.trainer.free_gradients()
+        self._trainer.trainer.move(torch.device("cpu"))
+
+    def take_device(self) -> None:
+        """Come back to the GPU, to train."""
+        self._trainer.trainer.move(self._trainer.trainer.device)
 
     def can_send(self, version: int) -> bool:
         """True on rank 0 if `send_policy` has the weights of that version."""

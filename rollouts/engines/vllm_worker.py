@@ -124,6 +124,11 @@ class ReloadExtension:
         return tensor_digests(_weights(self.model_runner.get_model()))
 
     @answering
+    def buffer_digests(self) -> dict[str, str]:
+        """The same of what the model computes with beside its weights, as angles of positions: no load renews it."""
+        return tensor_digests(self.model_runner.get_model().named_buffers())
+
+    @answering
     def reload_policy(self, folder: str) -> None:
         """Load a policy folder in HF layout. The first call gets the folder that the engine was started with."""
         self._reload(folder, weights_path=folder)

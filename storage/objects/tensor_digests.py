@@ -43,6 +43,11 @@ def tensor_digests(tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
     }
 
 
+def is_zero(digest: str) -> bool:
+    """Whether every bit of the tensor is 0."""
+    return digest.endswith(" " + 32 * "0")
+
+
 def keys(level: int) -> np.ndarray:
     """Odd keys of a level, `[2, ROW]`: numbers of splitmix64 (Steele et al. 2014), which every machine makes alike."""
     with np.errstate(over="ignore"):
