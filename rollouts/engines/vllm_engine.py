@@ -27,7 +27,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.batch_probe import check_batches
@@ -297,16 +297,17 @@ class VllmEngine:
         async with self._update:
             if self._asleep:
                 return
-            await self._pause(self.update_mode)
+            try:
+                await self._pause(self.update_mode)
+            except Exception as error:
+                await self._resume()
+                raise EngineError(f"the engine did not fall asleep: {type(error).__name__}: {error}") from error
             self._asleep = True
             try:
                 # Level 2 drops weights, and the next policy overwrites all. Level 1 keeps those below adapters.
                 await self._weights.call(self.llm.sleep(level=2 if self._slot is None else 1, mode="keep"))
-            except Exception as error:
-                what = f"policy {self._served.version} could not be served again after a sleep that failed"
-                await self._insist(lambda: self._weights.install(self._served, asleep=True), what)
-                await self._resume()
-                raise EngineError(f"the engine did not fall asleep: {type(error).__name__}: {error}") from error
+            except Exception as error:  # noqa: BLE001 - a part of its memory may be gone
+                await self._give_up(f"the engine did not fall asleep: {type(error).__name__}: {error}")
 
     async def _rehearse_sleep(self) -> None:
         """Sleep and wake once: weights are compared with their checksum, and what no load renews with what it was."""
@@ -348,6 +349,10 @@ class VllmEngine:
             except Exception as error:  # noqa: BLE001 - tried again, then reported
                 logger.warning("%s, try %d/%d: %s", complaint, attempt, TRIES, error)
                 reason = f"{complaint}: {type(error).__name__}: {error}"
+        await self._give_up(reason)
+
+    async def _give_up(self, reason: str) -> NoReturn:
+        """End the running requests and refuse new ones; an engine whose memory may be gone ends with its process."""
         self._end_with_core(hopeless=self._asleep)
         self._unusable = self._unusable or reason
         await self.llm.abort(list(self._running))
