@@ -8,6 +8,7 @@
 | produce | room in its quota: a newer policy, or a rejected group |
 | next_batch | enough committed groups within the staleness bound |
 | publish | an evaluation that is running on the loaded version |
+| train_step | with `engine.share = "phases"` the same, for the engine sleeps meanwhile |
 | evaluate, track, tidy | nothing; only the end of the flow waits for them |
 
 Killed at any point, the same call continues from the log.
@@ -167,11 +168,14 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
         session.clock.next_round()
         while session.log.state.step < config.steps:
             claim = await next_batch(session, config=config)
-            training = train_step(session, claim=unsearched(claim), config=config)
-            step = await watched(session, training, what=f"step {claim.step}", seconds=patience)
+            async with session.device.training():
+                training = train_step(session, claim=unsearched(claim), config=config)
+                step = await watched(session, training, what=f"step {claim.step}", seconds=patience)
             if step is None:
+                await session.device.generate()
                 continue  # a damaged shard went into quarantine
             await publish_newest(session, config)
+            await session.device.generate()
             evaluating = [task for task in evaluating if not task.done()]
             evaluating.append(beside.create_task(evaluate_if_due(session, config)))
             beside.create_task(session.housekeeping.tidy(claim.step))

@@ -2,16 +2,18 @@
 
     trainer, rank 0                                    vLLM's workers, ranks 1, 2, …
     send(file, broadcast)  ── header, by the rendezvous ─▶  receive(broadcast, rank) ─▶ (name, tensor), …
-                           ── tensors, bucket by bucket ─▶          └─ the digest of it all, compared with the log's
+                           ── tensors, bucket by bucket ─▶
+                           ── digests, by the rendezvous ▶          └─ its own digest of each bucket, compared
 
-The trainer's safetensors file is sent byte for byte, so receivers verify it like a file from the store. A receiver may
-load tensors before the last bucket arrives, but must not serve them before `receive` has ended.
+The trainer's safetensors file is sent byte for byte, with the sha256 that was taken when it was written, which is the
+log's. Both sides digest each bucket where it lies, on the GPU if that is where it was sent: generation is paused
+meanwhile. A receiver may load tensors before the last bucket arrives, but must not serve them before `receive` has
+ended.
 """
 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import socket
 from collections.abc import Iterator
@@ -19,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from storage.objects.digests import WEIGHTS_FILE, DigestMismatch, sha256_of_json
+from storage.objects.digests import WEIGHTS_FILE, DigestMismatch, read_seal, sha256_of_json
+from storage.objects.tensor_digests import tensor_digests
 
 Backend = Literal["gloo", "nccl"]
 BUCKET_BYTES = 256 * 2**20
@@ -46,18 +49,23 @@ class Broadcast:
 
 
 def send(file: Path, broadcast: Broadcast, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Send a safetensors file to all receivers, or raise torch's error if one is not there for `SECONDS`."""
+    """Send a sealed safetensors file to all receivers, or raise torch's error if one is not there for `SECONDS`."""
     import torch
 
+    digests: list[str] = []
     with open(file, "rb") as weights:
         length = weights.read(_LENGTH_BYTES)
         header = weights.read(int.from_bytes(length, "little"))
         with _Group(broadcast, rank=0) as group:
             group.store.set("header", header)
+            group.store.set("sha256", read_seal(file.parent).files[file.name])
             for num_bytes, _ in _buckets(header, bucket_bytes):
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
                 weights.readinto(buffer.numpy())
-                group.broadcast(buffer.to(group.device))
+                buffer = buffer.to(group.device)
+                digests += tensor_digests([("", buffer)]).values()
+                group.broadcast(buffer)
+            group.store.set("digests", json.dumps(digests))
 
 
 def receive(
@@ -65,22 +73,26 @@ def receive(
 ) -> Iterator[tuple[str, Any]]:
     """Names and tensors, on `device`.
 
-    Raises `DigestMismatch` at the end for another digest than the log's, and torch's error as `send`.
+    Raises `DigestMismatch` at the end for other weights than the log's, or than those that were sent, and torch's error
+    as `send`.
     """
     import torch
     from safetensors.torch import _TYPES
 
     with _Group(broadcast, rank=rank) as group:
         header = group.store.get("header")
-        digest = hashlib.sha256(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
+        digests: list[str] = []
         for num_bytes, tensors in _buckets(header, bucket_bytes):
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device if group.device == "cuda" else "cpu")
             group.broadcast(buffer)
-            digest.update(buffer.cpu().numpy())
+            buffer = buffer.to(device)
+            digests += tensor_digests([("", buffer)]).values()
             for name, about, start, end in tensors:
                 # A copy: a layer may keep it until its last tensor arrives, and its bytes may be unaligned.
                 yield name, buffer[start:end].clone().view(_TYPES[about["dtype"]]).view(about["shape"])
-    if sha256_of_json({WEIGHTS_FILE: digest.hexdigest()}) != broadcast.weights_sha256:
+        arrived_whole = json.loads(group.store.get("digests")) == digests
+        sha256 = group.store.get("sha256").decode()
+    if not arrived_whole or sha256_of_json({WEIGHTS_FILE: sha256}) != broadcast.weights_sha256:
         raise DigestMismatch(f"policy {broadcast.version} arrived by broadcast with other weights than the log's")
 
 

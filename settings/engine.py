@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from settings.block import Block
 
+Share = Literal["auto", "phases", "split"]
 WeightTransfer = Literal["store", "gloo", "nccl"]
 
 _OURS = {
@@ -39,6 +40,10 @@ class EngineSettings(Block):
     weight_transfer: WeightTransfer = "store"
     """How new weights come to the engines of the training run: read from the `store`, or by a broadcast of the trainer,
     `nccl` between GPUs or `gloo` between CPUs. The store has them in any case, and is read if a broadcast fails."""
+    share: Share = "auto"
+    """How an engine and the trainer use one GPU: by turns (`phases`: the engine sleeps while the trainer computes), or
+    each a part of its memory all the time (`split`). `auto` takes turns if `max_staleness` is 0, so one waits for the
+    other anyway. Without such a GPU there is nothing to set."""
     tool_parser: str = "hermes"
     """vLLM's parser for the tool calls of this model family: hermes (Qwen), llama3_json, mistral, …"""
     reasoning_parser: str = "auto"

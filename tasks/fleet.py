@@ -33,6 +33,7 @@ from storage.log.producers import Lookout, withdraw
 from storage.log.run_log import RunLog
 from storage.policies.policies import PolicyReader
 from storage.shards.failed_attempts import read_failures
+from tasks.phases import SharedDevice
 from tasks.trainer import TrainerHandle
 
 logger = logging.getLogger("millrace.workers")
@@ -70,6 +71,7 @@ class Fleet:
         cluster: Cluster,
         *,
         config: RunConfig,
+        device: SharedDevice,
         num_engines: int = 1,
         names: str = "rollout",
         outside: bool = False,
@@ -86,6 +88,7 @@ class Fleet:
         """The worker that does nothing but evaluate; None when a rollout worker does it beside its own work."""
         self.arrivals = asyncio.Event()
         """Set whenever a worker of this session has committed a shard."""
+        self._device = device
         self._num_engines = num_engines
         self._outside = outside
         self._numbered = (f"{names}-{number}" for number in itertools.count())
@@ -131,11 +134,12 @@ class Fleet:
             )
             on = f" with {threads} of {counted(all_threads, 'thread')}"
             await hosted.prepare({"OMP_NUM_THREADS": str(threads)})
-        logger.info("starting the inference engine of %s%s", name, on)
         version = self.due_version() if version is None else version
         paths = {"store_uri": self.log.store.uri, "cache": str(cache_folder())}
         facts = {"name": name, "code_version": code_version(), "outside": self._outside, "version": version}
-        checksum = str(await hosted.call("open", self.config, **paths, **facts))
+        async with self._device.starting(name, hosted):
+            logger.info("starting the inference engine of %s%s", name, on)
+            checksum = str(await hosted.call("open", self.config, **paths, **facts))
         if self.config.reproducible and checksum:
             proof = str(await hosted.call("proof"))
             if self._proofs.setdefault(checksum, proof) != proof:
@@ -161,7 +165,7 @@ class Fleet:
         """A started worker takes part from now on, with the newest policy that engines serve."""
         await self.take_part([name])
         if (served := self.served(refresh=True)) is not None:  # one may have been published while it was starting
-            await self.workers[name].call("publish", served)
+            await self.workers[name].call("publish", served, wakes=False)
 
     async def leave(self, name: str, *, death: WorkerDied) -> bool:
         """Free a dead worker's prompts; returns whether another may start. Raises `death` when too many have died."""
@@ -256,6 +260,8 @@ class Fleet:
         if not serving:
             return  # each of them goes on to the live policy as soon as it can, or says why it cannot
         expected = recorded.checksum if recorded is not None and is_recorded else ""
+        if _kind(expected) != _kind(serving[0]):  # recorded by an earlier version
+            expected = ""
         if set(serving) != {expected or serving[0]}:
             logger.warning("an engine's checksum of policy %d differs from another's", version)
         self.log.append(Alias(name=ROLLOUT_ALIAS, version=version, checksum=serving[0]))
@@ -355,6 +361,11 @@ async def _of_the_living(calls: Iterable[Awaitable[Result]]) -> list[Result]:
         if isinstance(answer, BaseException) and not isinstance(answer, WorkerDied):
             raise answer
     return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+def _kind(checksum: str) -> str:
+    """How a checksum was made: what it begins with."""
+    return checksum.rpartition(":")[0]
 
 
 async def _report(worker: Hosted) -> str:

@@ -3,6 +3,7 @@
     RunSession ─┬─ log        what is true about the run
                 ├─ fleet      rollout workers, evaluator, what they serve
                 ├─ trainer    the trainer's processes
+                ├─ device     whose turn it is on a GPU that engine and trainer share
                 ├─ clock      where the time of a round went
                 ├─ progress   lines on the flow run's page in Prefect
                 ├─ mirror     MLflow, kept up to the log
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 
 from infra.cluster import Cluster
 from infra.environment import code_version, prepare_environment
-from infra.placement import check_shares
+from infra.placement import check_shares, gpu_memory
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
 from rollouts.production.prompts import task_set
@@ -40,12 +41,14 @@ from storage.log.run_log import RunLog
 from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.opening import open_store
 from storage.retention.retention import reading
+from tasks.checks.gpu_share import with_share
 from tasks.checks.memory_plan import with_engine_share
 from tasks.checks.preflight import about_model
 from tasks.clock import PeakMemory, RoundClock
 from tasks.fleet import Fleet
 from tasks.maintain import Housekeeping
 from tasks.mirror import TrackingMirror
+from tasks.phases import SharedDevice
 from tasks.prefect.outages import prefect_answers, say_outages_once
 from tasks.prefect.own_flow_run import cancellable, is_stop
 from tasks.prefect.run_logs import Progress, log_to_prefect
@@ -79,8 +82,14 @@ class RunSession:
         """`id` is that of the `Session` entry in the log, empty if it does not train; for the rest see `Fleet`."""
         self.id = id
         self.log = log
-        self.fleet = Fleet(log, cluster, config=config, num_engines=num_engines, names=names, outside=outside)
-        self.trainer = TrainerHandle(log, cluster)
+        self.trainer = trainer = TrainerHandle(log, cluster)
+        self.device = SharedDevice(
+            lambda: trainer if trainer.is_open else None,
+            in_phases=config.engine.share == "phases",
+            seconds=config.rollout.stall_timeout,
+        )
+        engines: dict[str, Any] = {"num_engines": num_engines, "names": names, "outside": outside}
+        self.fleet = Fleet(log, cluster, config=config, device=self.device, **engines)
         self.clock = RoundClock(memory)
         self.progress = Progress(config.steps)
         mirror = self.mirror = TrackingMirror(log, tracking=tracking, is_trainer=bool(id))
@@ -248,6 +257,7 @@ async def _session(
     num_ranks = config.train.num_ranks if trains and config.train.device != "cpu" else 0
     gpus_per_engine = config.engine.num_gpus if num_engines else 1
     shares = max(1, num_engines * gpus_per_engine + num_ranks)
+    config = with_share(config, len(gpu_memory()), trains=trains)
     config = with_engine_share(config, about_model(config), trains=trains)
     places = {"log_folder": home() / "logs" / log.run_id, "home": home()}
     cluster = Cluster(**places, num_workers=shares, gpus_per_engine=gpus_per_engine)

@@ -60,8 +60,9 @@ async def start_trainer(session: RunSession, *, config: RunConfig) -> None:
 async def open_trainer(session: RunSession, config: RunConfig) -> int:
     """How many recorded steps were trained again."""
     path, sends = "trainers.worker:TrainerWorker", config.engine.weight_transfer != "store"
-    opening = session.trainer.open("trainer-0", path, settings=config.train, config=config, sends=sends)
-    return int(await opening)
+    async with session.device.opening():
+        opening = session.trainer.open("trainer-0", path, settings=config.train, config=config, sends=sends)
+        return int(await opening)
 
 
 async def next_batch(session: RunSession, *, config: RunConfig) -> Claim:

@@ -39,6 +39,7 @@ class TrainerHandle:
         self._cluster = cluster
         self._hosted: Hosted | HostedGroup
         """Set by `open`."""
+        self.is_open = False
         self._suspicious_gap = SUSPICIOUS_GAPS["float32"]
         self._warned_of_gap = False
         self._warned_of_room = False
@@ -46,17 +47,26 @@ class TrainerHandle:
 
     async def open(self, name: str, path: str, *, settings: TrainSettings, **arguments: Any) -> Any:
         """Host an object of `path` on `train.num_ranks` processes of `train.num_threads`, and open it there."""
+        self.is_open = False
         self._suspicious_gap = SUSPICIOUS_GAPS[settings.dtype]
         num_gpus = 0.0 if settings.device == "cpu" else self._cluster.gpus_per_worker
         self._hosted = await self._cluster.host_group(name, path, num_ranks=settings.num_ranks, num_gpus=num_gpus)
         if settings.num_threads:
             await self._hosted.prepare({"OMP_NUM_THREADS": str(settings.num_threads)})
         log = {"store_uri": self._log.store.uri, "run_id": self._log.run_id, "cache": str(cache_folder())}
-        return await self.call("open", **log, **arguments)
+        opened = await self.call("open", **log, **arguments)
+        self.is_open = True
+        return opened
 
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await a method of the trainer."""
         return await self._hosted.call(method, *arguments, **keywords)
+
+    def kill(self) -> None:
+        """End its process at once; the next step says so, and another takes its place."""
+        self.is_open = False
+        assert isinstance(self._hosted, Hosted), "the ranks of several GPUs share none with an engine"
+        self._hosted.kill()
 
     async def rendezvous(self) -> tuple[str, int]:
         """Address of rank 0's node and a port that is free there."""

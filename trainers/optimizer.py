@@ -115,6 +115,10 @@ class Ema:
         weights = [local(parameter).float() for parameter in self._parameters.values()]
         torch._foreach_lerp_(average, weights, 1 - self._decay)
 
+    def move(self, device: torch.device) -> None:
+        """Move the average."""
+        self._average = {name: tensor.to(device) for name, tensor in self._average.items()}
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Whole tensors `ema/<parameter>` for the saved state; every rank must call it."""
         return {f"ema/{name}": full(tensor).contiguous() for name, tensor in self._average.items()}

@@ -33,7 +33,7 @@ from trainers.data.staleness import lag_of_tokens, staleness_metrics, tokens_to_
 from trainers.health import MOST_UNLIKELY, FiniteCheck, GapMeter, NonFinite, rows_to_probe
 from trainers.kept_policy import KeptPolicy
 from trainers.model.batches import Pack, Spread, attention_length, packs_of
-from trainers.model.distributed import choose_device, shard, start_process_group, sum_over_ranks
+from trainers.model.distributed import choose_device, move, shard, start_process_group, sum_over_ranks
 from trainers.model.experts import ROUTER_TERMS, load_metrics, router_terms
 from trainers.model.kinds import refuse_team
 from trainers.model.lora import without_adapters
@@ -200,6 +200,14 @@ class Trainer:
         for optimizer, peak in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, peak=peak, **shape)
+
+    def move(self, device: torch.device) -> None:
+        """Move what is kept between steps; with `offload_optimizer` the host has it in any case."""
+        modules = [self.model, self._reference, None if self.critic is None else self.critic.model]
+        held = [] if self._settings.offload_optimizer else [module for module in modules if module is not None]
+        move(held, [optimizer for optimizer, _ in self._optimizers] if held else [], device)
+        if self.ema is not None and held:
+            self.ema.move(device)
 
     def free_gradients(self) -> None:
         """Give back the memory of the last update's gradients: the next one makes its own."""

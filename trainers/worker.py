@@ -19,6 +19,8 @@ import uuid
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from infra.weight_broadcast import Broadcast, send
 from settings.errors import failure_text
 from settings.run_file import RunConfig
@@ -97,10 +99,20 @@ class TrainerWorker:
             clocks = {"round_started": round_started, "started": started}
             on_first_rank(lambda: self._commit(claim, folder, digest, phases, session_id=session_id, **clocks))
             if self._outbox is not None and digest:
-                os.replace(folder / "policy" / WEIGHTS_FILE, self._outbox / WEIGHTS_FILE)
+                for name in (WEIGHTS_FILE, DIGEST_FILE):
+                    os.replace(folder / "policy" / name, self._outbox / name)
                 self._sendable = claim.base_version + 1
         on_every_rank(self._catch_up)
         return self._took(claim)
+
+    def leave_device(self) -> None:
+        """Give the GPU's memory back until `take_device`: an engine has it meanwhile."""
+        self._trainer.trainer.free_gradients()
+        self._trainer.trainer.move(torch.device("cpu"))
+
+    def take_device(self) -> None:
+        """Come back to the GPU, to train."""
+        self._trainer.trainer.move(self._trainer.trainer.device)
 
     def can_send(self, version: int) -> bool:
         """True on rank 0 if `send_policy` has the weights of that version."""

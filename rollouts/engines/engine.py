@@ -137,5 +137,12 @@ class Engine(Protocol):
     async def release(self) -> None:
         """Undo `hold`: answer with the served weights."""
 
+    async def sleep(self) -> None:
+        """Give the GPU's memory back until a policy is loaded, or `wake`; running requests wait, new ones too. Raises
+        `EngineError` if the engine is awake as before, `EngineUnusable` if it may not be."""
+
+    async def wake(self) -> None:
+        """Serve the policy of before again, if the engine sleeps."""
+
     async def stop(self) -> None:
         """Release everything."""

@@ -100,6 +100,12 @@ class ScriptedEngine:
     async def release(self) -> None:
         self._open.set()
 
+    async def sleep(self) -> None:
+        self._open.clear()
+
+    async def wake(self) -> None:
+        self._open.set()
+
     async def stop(self) -> None:
         return None
 

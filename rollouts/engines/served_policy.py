@@ -9,8 +9,10 @@ In: policies of a run's log. Out: their folders, and what the engine says of eac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,7 +41,8 @@ class ServedPolicy:
     version: int = field(default=0, init=False)
     """The policy version the engine serves."""
     pin: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    """Held while the engine must stay with this version."""
+    """Held while the engine must stay with this version, or sleeps."""
+    is_asleep: bool = field(default=False, init=False)
     overdue: Policy | None = field(default=None, init=False)
     """The policy that should be served and could not be made; None if nothing is missing."""
 
@@ -65,8 +68,9 @@ class ServedPolicy:
         """The folder of the base policy, which adapters are for."""
         return self._reader.fetch(find_policy(self.log, 0))
 
-    async def publish(self, policy: Policy) -> WeightUpdate | None:
-        """Serve a policy from the next token on, read from the store.
+    async def publish(self, policy: Policy, *, wakes: bool = True) -> WeightUpdate | None:
+        """Serve a policy from the next token on, read from the store. An engine that sleeps is woken; without `wakes`
+        this waits until the driver does so.
 
         None if the engine serves a newer one. Also None if it is a damaged delta: it is overdue from now on, and the
         engine goes on with what it has. Raises `storage.policies.policies.DamagedDelta` if it may not,
@@ -82,8 +86,9 @@ class ServedPolicy:
             logger.warning("policy %d serves on instead of %d: %s", self.version, policy.version, error)
             self.overdue = policy
             return None
-        async with self.pin:
+        async with self._pinned() if wakes else self.pin:
             if policy.version < self.version:
+                await self.engine.wake()
                 return None  # two were published at once, and the later one was here first
             self.overdue = None
             update = await self.engine.load_policy(folder, policy.version)
@@ -94,7 +99,7 @@ class ServedPolicy:
         """`publish` by broadcast, and from the store if that fails."""
         await self._know(policy)
         try:
-            async with self.pin:
+            async with self._pinned():
                 update = await self.engine.receive_policy(broadcast, functools.partial(self._reader.fetch, policy))
                 self.overdue = None
                 self.version = policy.version
@@ -102,6 +107,36 @@ class ServedPolicy:
             logger.warning("policy %d is read from the store, its broadcast failed: %s", policy.version, error)
             return await self.publish(policy)
         return update
+
+    async def sleep(self) -> None:
+        """Give the engine's memory back until a policy is published, or `wake`; an evaluation ends first, and the next
+        one waits. Raises `EngineError` if the engine is awake as before."""
+        if self.is_asleep:
+            return
+        await self.pin.acquire()
+        try:
+            await self.engine.sleep()
+        except BaseException:
+            self.pin.release()
+            raise
+        self.is_asleep = True
+
+    async def wake(self) -> None:
+        """Serve the policy of before, if the engine sleeps."""
+        if self.is_asleep:
+            async with self._pinned():
+                await self.engine.wake()
+
+    @contextlib.asynccontextmanager
+    async def _pinned(self) -> AsyncIterator[None]:
+        """`pin` is held inside. An engine that sleeps is awake afterwards, or of no use."""
+        if not self.is_asleep:
+            await self.pin.acquire()
+        self.is_asleep = False
+        try:
+            yield
+        finally:
+            self.pin.release()
 
     async def load(self, version: int) -> None:
         """Serve any version of the run; for an engine that only evaluates, by a caller that holds `pin`.

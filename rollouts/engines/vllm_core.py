@@ -43,6 +43,11 @@ def is_cpu_build() -> bool:
     return any(distributions(name=CPU_BUILD))
 
 
+def needs_gpu() -> bool:
+    """Whether a vLLM is installed that computes on GPUs alone."""
+    return any("cpu" not in each.version for each in distributions(name="vllm")) and not is_cpu_build()
+
+
 class CoreStart:
     """The start of one engine's core. Create it as soon as the environment variables are those of the core."""
 

@@ -12,6 +12,9 @@ vLLM stamps every finished output with the versions of its tokens.
 
 With adapters (LoRA) the base weights stay, and `load_policy` changes the content of the one adapter slot:
 `vllm_lora.py`.
+
+    sleep:        pause(mode) ─▶ vLLM drops weights and cache, or copies the base of adapters to the host
+    load_policy:  wake weights ─▶ all zeros ─▶ as above ─▶ no tensor stayed zero ─▶ wake cache ─▶ resume
 """
 
 from __future__ import annotations
@@ -22,42 +25,25 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.batch_probe import check_batches
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, Until, UpdateMode, WeightUpdate
 from rollouts.engines.vllm_core import CoreStart, for_model, in_every_batch
-from rollouts.engines.vllm_lora import adapter_arguments, check_applied, slot_request
+from rollouts.engines.vllm_lora import adapter_arguments, slot_request
 from rollouts.engines.vllm_requests import Draws, end_token_ids, sampling_parameters, with_draws
+from rollouts.engines.vllm_weights import HeldWeights, Weights, weights_in
 from rollouts.engines.vllm_worker import results
 from settings.errors import InvalidInput
-from storage.objects.digests import read_seal, sha256_of_json
-from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from storage.records import Sampling
 
 logger = logging.getLogger("millrace.engine")
 
 TRIES = 3
 """How often restoring old weights, or resuming the engine, is tried."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Weights:
-    """A policy to load."""
-
-    version: int
-    digest: str
-    """Digest of the safetensors content."""
-    fetch: Callable[[], Path]
-    """Returns its folder; may read it from the store first."""
-
-
-def _weights_in(folder: Path, version: int) -> _Weights:
-    return _Weights(version=version, digest=read_seal(folder).weights_sha256, fetch=lambda: folder)
 
 
 class VllmEngine:
@@ -116,13 +102,10 @@ class VllmEngine:
         """What vLLM raises for a request that it cannot follow."""
         self._draws: Draws
         self._stop_ids: list[int] = []
-        self._served: _Weights
-        self._checksums: dict[str, str] = {}
-        """Weights digest → the engine's checksum of them."""
+        self._weights: HeldWeights
+        self._served: Weights
         self._slot: Any = None
         """The adapter slot that every request names; None if whole weights are served."""
-        self._adapters: dict[int, str] = {}
-        """Version → weights digest of the adapter that vLLM's workers read."""
         self._update = asyncio.Lock()
         self._updating: asyncio.Task[WeightUpdate]
         self._running: set[str] = set()
@@ -130,6 +113,7 @@ class VllmEngine:
         self._aborts_ended = 0
         self._unusable = ""
         self._holds = False
+        self._asleep = False
         self._held_until = 0.0  # by `time.perf_counter`
 
     async def start(self, folder: Path, version: int, *, stop_ids: Sequence[int] = ()) -> str:
@@ -143,7 +127,7 @@ class VllmEngine:
         self._as_input = tokens_input  # imported once: a lookup in vLLM's package takes as long as all else here
         self._refusal = VLLMClientError
         self._stop_ids = list(dict.fromkeys([*end_token_ids(model), *stop_ids]))
-        self._served = _weights_in(folder, version)
+        self._served = weights_in(folder, version)
         arguments = for_model(self._arguments, model)
         with self._core.starting():
             self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
@@ -151,12 +135,13 @@ class VllmEngine:
         enable_envs_cache()  # as the core does; otherwise every request looks up some variables, slowly
         if self._base_folder is not None:
             self._slot = slot_request()
-            await check_applied(self.llm)
-        else:
-            self._checksums[self._served.digest] = await self._read_checksum()
+        self._weights = HeldWeights(self.llm, with_adapters=self._slot is not None)
+        await self._weights.look(self._served)
         if self._reproducible:
             results(await self.llm.collective_rpc("fix_order"))
-        checksum = await self._install(self._served)  # reloads the same weights: the checksum must not change
+        checksum = await self._weights.install(self._served)  # reloads the same weights: the checksum must not change
+        if self._arguments.get("enable_sleep_mode"):
+            await self._rehearse_sleep()
         if self._reproducible:
             longest = self._arguments["max_model_len"]
             self.proof = await check_batches(self.generate, self._layers_of, max_model_len=longest)
@@ -204,14 +189,17 @@ class VllmEngine:
             weight_versions=versions,
             finish_reason=finish_reason,
             held_seconds=max(0.0, self._held_until - started),
-            adapters={version: self._adapters[version] for version in sorted(set(versions) & self._adapters.keys())},
+            adapters={
+                version: self._weights.adapters[version]
+                for version in sorted(set(versions) & self._weights.adapters.keys())
+            },
         )
 
     async def load_policy(self, folder: Path, version: int) -> WeightUpdate:
-        return await self._change(f"policy {version} from {folder}", lambda: _weights_in(folder, version))
+        return await self._change(f"policy {version} from {folder}", lambda: weights_in(folder, version))
 
     async def receive_policy(self, broadcast: Broadcast, fetch: Callable[[], Path]) -> WeightUpdate:
-        weights = _Weights(version=broadcast.version, digest=broadcast.weights_sha256, fetch=fetch)
+        weights = Weights(version=broadcast.version, digest=broadcast.weights_sha256, fetch=fetch)
         return await self._change(f"policy {broadcast.version} from the trainer", lambda: weights, broadcast)
 
     async def hold(self) -> None:
@@ -222,6 +210,15 @@ class VllmEngine:
     async def release(self) -> None:
         async with self._update:
             await self._resume()
+
+    async def sleep(self) -> None:
+        # In a task of its own, as `_change`.
+        self._updating = asyncio.create_task(self._sleep())
+        await asyncio.shield(self._updating)
+
+    async def wake(self) -> None:
+        if self._asleep:
+            await self._change(f"policy {self._served.version} after the sleep", lambda: self._served)
 
     async def stop(self) -> None:
         if self.llm is not None:
@@ -259,27 +256,28 @@ class VllmEngine:
             raise EngineUnusable(self._unusable)
 
     async def _change(
-        self, what: str, weights: Callable[[], _Weights], broadcast: Broadcast | None = None
+        self, what: str, weights: Callable[[], Weights], broadcast: Broadcast | None = None
     ) -> WeightUpdate:
         # In a task of its own: a cancelled caller must not leave half of the new weights behind.
         self._updating = asyncio.create_task(self._load(what, weights, broadcast))
         return await asyncio.shield(self._updating)
 
-    async def _load(self, what: str, weights: Callable[[], _Weights], broadcast: Broadcast | None) -> WeightUpdate:
+    async def _load(self, what: str, weights: Callable[[], Weights], broadcast: Broadcast | None) -> WeightUpdate:
         async with self._update:
-            old, paused = self._served, False
+            asleep = self._asleep
+            old, paused = self._served, asleep
             started = time.perf_counter()
             try:
                 new = weights()
-                if not self._holds:
+                if not self._holds and not asleep:
                     await self._pause(self.update_mode)
                 paused = True
-                checksum = await self._install(new, broadcast)
+                checksum = await self._weights.install(new, broadcast, asleep=asleep)
                 self._served, self._unusable = new, ""
             except Exception as error:
                 if paused:  # otherwise nothing has changed
                     complaint = f"{what} was not loaded, and policy {old.version} could not be put back"
-                    await self._insist(lambda: self._install(old), complaint)
+                    await self._insist(lambda: self._weights.install(old, asleep=asleep), complaint)
                     self._unusable = ""
                 self._refuse_if_unusable()
                 raise EngineError(
@@ -290,10 +288,35 @@ class VllmEngine:
             return WeightUpdate(
                 checksum=checksum,
                 mode=self.update_mode,
-                cache_cleared=self.clear_cache_on_reload,
+                cache_cleared=self.clear_cache_on_reload or asleep,
                 paused_seconds=time.perf_counter() - started,
                 transfer="store" if broadcast is None else broadcast.backend,
             )
+
+    async def _sleep(self) -> None:
+        async with self._update:
+            if self._asleep:
+                return
+            try:
+                await self._pause(self.update_mode)
+            except Exception as error:
+                await self._resume()
+                raise EngineError(f"the engine did not fall asleep: {type(error).__name__}: {error}") from error
+            self._asleep = True
+            try:
+                # Level 2 drops weights, and the next policy overwrites all. Level 1 keeps those below adapters.
+                await self._weights.call(self.llm.sleep(level=2 if self._slot is None else 1, mode="keep"))
+            except Exception as error:  # noqa: BLE001 - a part of its memory may be gone
+                await self._give_up(f"the engine did not fall asleep: {type(error).__name__}: {error}")
+
+    async def _rehearse_sleep(self) -> None:
+        """Sleep and wake once: weights are compared with their checksum, and what no load renews with what it was."""
+        before = await self._weights.digests_beside()
+        await self.sleep()
+        await self.wake()
+        after = await self._weights.digests_beside()
+        if lost := [name for old, new in zip(before, after, strict=True) for name in old if old[name] != new[name]]:
+            raise EngineError(f"vLLM does not bring {min(lost)} back after a sleep; set engine.share = 'split'")
 
     async def _pause(self, mode: UpdateMode) -> None:
         aborting = mode == "abort"
@@ -301,32 +324,20 @@ class VllmEngine:
         try:
             # `llm.pause_generation` would also sleep 20 ms, for callers that want every output before it returns.
             core = self.llm.engine_core
-            await self._call(core.pause_scheduler_async(mode=mode, clear_cache=self.clear_cache_on_reload))
+            await self._weights.call(core.pause_scheduler_async(mode=mode, clear_cache=self.clear_cache_on_reload))
         finally:
             self._aborts_ended += aborting
 
-    async def _install(self, weights: _Weights, broadcast: Broadcast | None = None) -> str:
-        """Load weights into the paused engine and name their version; returns the verified checksum."""
-        checksum = await (self._reload(weights, broadcast) if self._slot is None else self._fill_slot(weights))
-        expected = self._checksums.get(weights.digest)
-        if self._slot is None and expected is None and checksum == self._checksums[self._served.digest]:
-            # Either other weights round to the same numbers in the engine's precision, or the load did nothing.
-            # A second load, over zeros, shows which.
-            await self._call(self.llm.collective_rpc("reset_weights"))
-            expected = checksum
-            checksum = await self._reload(weights)
-        if expected is not None and checksum != expected:
-            raise EngineError(f"with policy {weights.version} the engine's checksum is {checksum}, not {expected}")
-        await self._call(self.llm.update_weight_version(str(weights.version)))
-        self._checksums[weights.digest] = checksum
-        return checksum
-
     async def _resume(self) -> None:
-        await self._insist(
-            lambda: self._call(self.llm.resume_generation()), "generation could not be resumed after a weight update"
-        )
+        await self._insist(self._go_on, "generation could not be resumed after a weight update")
         if self._holds:
             self._holds, self._held_until = False, time.perf_counter()
+
+    async def _go_on(self) -> None:
+        if self._asleep:
+            await self._weights.call(self.llm.wake_up(tags=["kv_cache"]))
+            self._asleep = False
+        await self._weights.call(self.llm.resume_generation())
 
     async def _insist(self, work: Callable[[], Awaitable[Any]], complaint: str) -> None:
         """Do `work`, in at most `TRIES` tries. If all fail, end the running requests, refuse new ones, and raise
@@ -338,58 +349,23 @@ class VllmEngine:
             except Exception as error:  # noqa: BLE001 - tried again, then reported
                 logger.warning("%s, try %d/%d: %s", complaint, attempt, TRIES, error)
                 reason = f"{complaint}: {type(error).__name__}: {error}"
-        self._end_with_core()
+        await self._give_up(reason)
+
+    async def _give_up(self, reason: str) -> NoReturn:
+        """End the running requests and refuse new ones; an engine whose memory may be gone ends with its process."""
+        self._end_with_core(hopeless=self._asleep)
         self._unusable = self._unusable or reason
         await self.llm.abort(list(self._running))
         raise EngineUnusable(self._unusable)
 
-    def _end_with_core(self) -> None:
-        """End this process if vLLM's core has died and `ends_process` is set."""
-        if self._ends_process and self.llm is not None and self.llm.errored:
-            logger.critical("vLLM's engine core has ended: this process ends too, another takes its place")
+    def _end_with_core(self, *, hopeless: bool = False) -> None:
+        """End this process if vLLM's core has died, or is of no use any more, and `ends_process` is set."""
+        if self._ends_process and self.llm is not None and (self.llm.errored or hopeless):
+            why = "cannot be woken" if hopeless else "has ended"
+            logger.critical("vLLM's engine core %s: this process ends too, another takes its place", why)
             os._exit(1)
-
-    async def _reload(self, weights: _Weights, broadcast: Broadcast | None = None) -> str:
-        """Load whole weights, by broadcast or from their folder; returns the checksum."""
-        if broadcast is None:
-            folder = await asyncio.to_thread(weights.fetch)
-            results(await self._call(self.llm.collective_rpc("reload_policy", args=(str(folder),))))
-        else:
-            fields = dataclasses.asdict(broadcast)
-            results(await self._call(self.llm.collective_rpc("receive_policy", args=(fields,))))
-        return await self._read_checksum()
-
-    async def _fill_slot(self, weights: _Weights) -> str:
-        """Change the adapter; the workers compare it with its file. Returns a digest of all weights in use.
-
-        Raises `EngineError` if a worker read another file than the policy's seal describes.
-        """
-        path = await asyncio.to_thread(weights.fetch)
-        adapted = has_adapter(path)
-        folder = str(path) if adapted else ""
-        digests = results(await self._call(self.llm.collective_rpc("load_adapter", args=(folder,))))
-        for sha256, _ in digests if adapted else []:
-            if (read := sha256_of_json({ADAPTER_WEIGHTS: sha256})) != weights.digest:
-                raise EngineError(f"the engine read adapter {read[:12]} in {path}, not {weights.digest[:12]}")
-        if adapted:
-            self._adapters[weights.version] = weights.digest
-        return sha256_of_json([await self._read_checksum(), [slot for _, slot in digests]])
 
     async def _layers_of(self, request_id: str) -> list[tuple[int, str, str]]:
         """What the first worker has computed for a request, see `LayerWatch`."""
         layers: list[tuple[int, str, str]] = results(await self.llm.collective_rpc("layers_of", args=(request_id,)))[0]
         return layers
-
-    async def _read_checksum(self) -> str:
-        """One digest over the per-tensor checksums of every vLLM worker."""
-        return sha256_of_json(await self._call(self.llm.compute_weight_checksums()))
-
-    async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a call to the engine core, or `EngineError` if the core ends before it answers."""
-        calling = asyncio.ensure_future(call)
-        # vLLM would let the call wait for ever, but its task that reads the core's outputs ends.
-        await asyncio.wait({calling, self.llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
-        if not calling.done():
-            calling.cancel()
-            raise EngineError("the engine core has ended")
-        return calling.result()

@@ -20,7 +20,8 @@ from typing import Any
 from rollouts.engines.engine import EngineError, checked_logprobs
 from rollouts.engines.vllm_worker import ReloadExtension, answering, results
 from settings.errors import InvalidInput
-from storage.objects.digests import sha256_of_file
+from storage.objects.digests import sha256_of_file, sha256_of_json
+from storage.objects.tensor_digests import tensor_digests
 from storage.policies.adapters import ADAPTER_WEIGHTS, adapter_layers
 
 EXTENSION = "rollouts.engines.vllm_lora.AdapterExtension"
@@ -122,7 +123,8 @@ class AdapterExtension(ReloadExtension):
     def _compare_slot(self, weights: dict[str, tuple[Any, Any]], *, scale: float) -> str:
         """Digest of the slot. Compares it with `weights`: layer → (A, B). A layer without weights must be zero."""
         packed = self.model_runner.lora_manager._adapter_manager.packed_modules
-        digest, left = hashlib.sha256(), dict(weights)
+        slot: list[tuple[str, Any]] = []
+        left = dict(weights)
         for name, module in self._adapted():
             parts = [left.pop(part, (None, None)) for part in packed.get(name, [name])]
             expected_a, expected_b = [a for a, _ in parts], [b for _, b in parts]
@@ -136,11 +138,10 @@ class AdapterExtension(ReloadExtension):
             for held_a, held_b, a, b in pairs:
                 if not (_holds(held_a[0, 0], a, 1.0) and _holds(held_b[0, 0], b, scale)):
                     raise InvalidInput(f"the adapter in the engine's layer {name} is not the one in the file")
-                for held in (held_a, held_b):
-                    digest.update(held[0, 0].float().cpu().numpy().tobytes())
+                slot += [(f"{name} A {len(slot)}", held_a[0, 0]), (f"{name} B {len(slot)}", held_b[0, 0])]
         if left:
             raise InvalidInput(f"the engine cannot adapt {min(left)}; take it out of train.lora.target_modules")
-        return digest.hexdigest()
+        return sha256_of_json(tensor_digests(slot))
 
 
 def _holds(held: Any, matrix: Any, scale: float) -> bool:

@@ -22,6 +22,7 @@ from rollouts.engines.engine import EngineError
 from rollouts.engines.fixed_order import LayerWatch, fix_order
 from rollouts.engines.vllm_requests import Draws
 from settings.errors import InvalidInput
+from storage.objects.tensor_digests import tensor_digests
 
 logger = logging.getLogger("millrace.engine")
 
@@ -113,6 +114,19 @@ class ReloadExtension:
         if not hasattr(self, "_watch"):
             self._watch = LayerWatch(self.model_runner)
         return self._watch.of_request(request_id)
+
+    @answering
+    def weight_digests(self) -> dict[str, str]:
+        """Digest of every weight that this worker computes with, made where it lies: vLLM's own checksums copy each to
+        the host and hash it on one thread, while generation is paused."""
+        from vllm.model_executor.model_loader.weight_checksum import _weights
+
+        return tensor_digests(_weights(self.model_runner.get_model()))
+
+    @answering
+    def buffer_digests(self) -> dict[str, str]:
+        """The same of what the model computes with beside its weights, as angles of positions: no load renews it."""
+        return tensor_digests(self.model_runner.get_model().named_buffers())
 
     @answering
     def reload_policy(self, folder: str) -> None:

@@ -54,7 +54,11 @@ class HeadStart:
         steps, timeout = self.log.state.steps, self.config.rollout.attempt_timeout
         num_steps = self.config.train.steps_per_update
         pin = self.served.pin
-        if pin.locked() or not (steps and is_short(steps[-1].metrics, num_steps, attempt_timeout=timeout)):
+        if (
+            self.config.engine.share == "phases"
+            or pin.locked()
+            or not (steps and is_short(steps[-1].metrics, num_steps, attempt_timeout=timeout))
+        ):
             return False
         async with pin:
             if not self.executor.waits_for_policy:

@@ -195,7 +195,7 @@ class RolloutWorker:
         """Return once `collect` would have something to do; what `publish` could not load is tried again first. If the
         next policy is soon there its groups begin meanwhile."""
         if self.served.overdue is not None:
-            await self.publish(self.served.overdue)
+            await self.publish(self.served.overdue, wakes=False)
         may_begin = True
         while not self._executor.has_work:
             if not (may_begin and await self._head_start.begin()):
@@ -292,14 +292,22 @@ class RolloutWorker:
 
     def can_receive(self) -> bool:
         """True if a broadcast would be taken at once, and not after an evaluation."""
-        return not self.served.pin.locked()
+        return self.served.is_asleep or not self.served.pin.locked()
+
+    async def sleep(self) -> None:
+        """See `ServedPolicy.sleep`."""
+        await self.served.sleep()
+
+    async def wake(self) -> None:
+        """See `ServedPolicy.wake`."""
+        await self.served.wake()
 
     async def receive(self, policy: Policy, broadcast: Broadcast) -> WeightUpdate | None:
         return await self._admit_after(self.served.receive(policy, broadcast))
 
-    async def publish(self, policy: Policy) -> WeightUpdate | None:
+    async def publish(self, policy: Policy, *, wakes: bool = True) -> WeightUpdate | None:
         """See `ServedPolicy.publish`; `wait_for_work` tries again what is overdue."""
-        return await self._admit_after(self.served.publish(policy))
+        return await self._admit_after(self.served.publish(policy, wakes=wakes))
 
     async def _admit_after(self, updating: Awaitable[WeightUpdate | None]) -> WeightUpdate | None:
         """A new policy is room for more, and what began ahead is released; without one it is called back."""

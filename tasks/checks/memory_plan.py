@@ -31,6 +31,7 @@ from rollouts.engines.vllm_core import cache_bytes
 from settings.errors import InvalidInput, size
 from settings.run_file import RunConfig
 from storage.policies.model_config import num_positions, number_bytes, token_bytes
+from tasks.checks.gpu_share import share_of
 from tasks.checks.learning_rate import num_parameters
 
 ADAPTER_SHARE = 0.02
@@ -124,10 +125,16 @@ class Device:
     total: int
     free: int
     demands: list[Demand]
+    by_turns: bool = False
+    """Engine and trainer take turns: what waits for its turn keeps its libraries alone."""
 
     @property
     def needed(self) -> int:
-        return sum(demand.total for demand in self.demands)
+        """At most, at any time."""
+        if not self.by_turns:
+            return sum(demand.total for demand in self.demands)
+        waiting = sum(demand.parts["libraries"] for demand in self.demands)
+        return waiting + max(demand.total - demand.parts["libraries"] for demand in self.demands)
 
 
 def memory_plan(
@@ -156,10 +163,14 @@ def plan_for(
     ranks_on_gpus = num_ranks if here.gpus and config.train.device != "cpu" else 0
     on_gpus = [*["engine"] * num_engines, *["trainer"] * ranks_on_gpus] if here.gpus else []
     each = math.ceil(len(on_gpus) / max(1, len(here.gpus)))
+    by_turns = share_of(config, len(here.gpus), trains=trains) == "phases"
     devices = []
     for number, gpu in enumerate(here.gpus if each else []):
         if on_this := on_gpus[number * each : (number + 1) * each]:
-            devices.append(_device(config, sizes, f"GPU {gpu.name}", gpu.total, gpu.free, on_this, is_gpu=True))
+            about_gpu = (f"GPU {gpu.name}", gpu.total, gpu.free)
+            devices.append(_device(config, sizes, *about_gpu, on_this, is_gpu=True, by_turns=by_turns))
+    if by_turns:  # what waits for its turn is in the machine's memory: as if it were offloaded
+        config = config.model_copy(update={"train": config.train.model_copy(update={"offload_optimizer": True})})
     offloads = config.train.offload_optimizer or config.train.offload_activations
     ranks_offloaded = ranks_on_gpus if offloads else 0
     kinds = {"engine": 0 if here.gpus else num_engines, "trainer": num_ranks - ranks_on_gpus}
@@ -232,19 +243,29 @@ def _is_alone(device: Device) -> bool:
 
 
 def _device(
-    config: RunConfig, sizes: Sizes, name: str, total: int, free: int, processes: Sequence[str], *, is_gpu: bool
+    config: RunConfig,
+    sizes: Sizes,
+    name: str,
+    total: int,
+    free: int,
+    processes: Sequence[str],
+    *,
+    is_gpu: bool,
+    by_turns: bool = False,
 ) -> Device:
-    """A device with these processes."""
+    """A device with these processes; `by_turns` they have its memory one after another."""
     kind = "GPU" if is_gpu else "CPU"
     makers = {"engine": _engine, "trainer": _trainer, "offloaded": _offloaded}
     demands = [makers[process](config, sizes, kind) for process in processes]
     if overhead := int(_OVERHEAD[kind]["run"]):
         demands.append(Demand(process="driver, Ray and servers", parts={"libraries": overhead}))
-    device = Device(name=name, is_gpu=is_gpu, total=total, free=free, demands=demands)
+    device = Device(name=name, is_gpu=is_gpu, total=total, free=free, demands=demands, by_turns=by_turns)
     engines = [demand for demand in demands if demand.process == "engine" and is_gpu]
     least, most = (tokens * sizes.token_bytes for tokens in _cached_tokens(config, sizes))
     share = config.engine.vllm.get("gpu_memory_utilization", _VLLM_SHARE if _is_alone(device) else None)
-    left = (1 - MARGIN) * free - device.needed
+    left = (1 - MARGIN) * free - sum(
+        demand.parts["libraries"] if by_turns and demand.process == "trainer" else demand.total for demand in demands
+    )
     for engine in engines:
         room = min(most, left / len(engines)) if share is None else share * total - engine.total
         room = max(room, least if share is None else 0)
@@ -365,6 +386,7 @@ def _changes(config: RunConfig, *, on_gpu: bool) -> list[tuple[str, list[Any]]]:
             [tokens for tokens in halves if tokens >= max(512, longest / train.sequence_parallel)],
         ),
         ("train.activation_checkpointing", [True] * (not train.activation_checkpointing)),
+        ("engine.share", ["phases"] * (on_gpu and config.engine.share == "split")),
         ("train.offload_activations", [True] * (on_gpu and not train.offload_activations)),
         ("train.dtype", ["bfloat16"] * (train.dtype == "float32")),
         ("engine.max_model_len", [longest // 2] * (longest > 1024)),

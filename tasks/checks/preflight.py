@@ -42,6 +42,7 @@ from storage.objects.opening import open_store, probe
 from storage.policies.model_config import EXPERTS, model_config, num_positions
 from storage.records import Task
 from storage.tracking.trackers import check_trackers
+from tasks.checks.gpu_share import check_share
 from tasks.checks.memory_plan import check_memory
 from tasks.checks.playing import errors_of_users
 from tasks.checks.reproducible import check_settings
@@ -216,6 +217,7 @@ def check_devices(config: RunConfig) -> None:
     gpu_ranks = train.num_ranks if train.device != "cpu" else 0
     shares = max(1, num_engines * parts + gpu_ranks)
     check_shares(nodes, num_workers=shares, gpus_per_engine=parts if num_engines else 1, num_ranks=gpu_ranks)
+    check_share(config, num_gpus)
     check_memory(config, about_model(config))
     what = f"train.num_ranks = {train.num_ranks} and {num_engines} engines of {parts} processes"
     if (wanted := train.num_ranks + num_engines * parts) > (slots := sum(node.get("CPU", 0.0) for node in nodes)):

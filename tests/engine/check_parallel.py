@@ -17,6 +17,7 @@ import pytest
 
 from rollouts.engines.engine import EngineError, Generation
 from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.engines.vllm_worker import results
 from storage.records import Sampling
 from tests.engine.bench import Bench
 from tests.engine.check_engine import (
@@ -40,9 +41,9 @@ async def greedy_replies(bench: Bench) -> list[Generation]:
 
 
 async def each_part_answers_for_its_own_weights(bench: Bench) -> None:
-    answers = await bench.engine.llm.compute_weight_checksums()
+    answers = results(await bench.engine.llm.collective_rpc("weight_digests"))
     assert len(answers) == 2
-    shards = [{name.partition(":model.")[2]: value for name, value in answer.items()} for answer in answers]
+    shards = [{name.removeprefix("model."): value for name, value in answer.items()} for answer in answers]
     assert shards[0].keys() == shards[1].keys()
     assert shards[0]["layers.0.self_attn.qkv_proj.bias"] != shards[1]["layers.0.self_attn.qkv_proj.bias"]
     assert shards[0]["norm.weight"] == shards[1]["norm.weight"], "what is not divided both have"

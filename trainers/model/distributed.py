@@ -106,6 +106,17 @@ def shard(
             setattr(module, name, buffer.to(mesh.device_type))
 
 
+def move(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:
+    """Move parameters, buffers and moments, in place: optimizer and FSDP2 go on with the parameters that they know."""
+    for module in modules:
+        module.to(device)
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            state |= {name: its.to(device) for name, its in state.items() if isinstance(its, torch.Tensor)}
+    if device.type == "cpu" and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def kept_on_host() -> saved_tensors_hooks:
     """Inside, what a forward pass keeps for the backward pass is kept in host memory; parameters, which FSDP2 gathers
     again, stay where they are."""

@@ -66,6 +66,25 @@ def test_other_bytes_than_the_log_s_are_refused(tmp_path: Path):
         _exchange(file, dataclasses.replace(broadcast, weights_sha256="0" * 64))
 
 
+def test_what_arrives_other_than_it_was_sent_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file, tensors, broadcast = _sealed(tmp_path / "p", num_receivers=2)
+    real, got = weight_broadcast._Group.broadcast, []
+
+    def spoil(group: Any, buffer: torch.Tensor) -> None:
+        real(group, buffer)
+        if group._rank == 2 and buffer.numel() == 5:  # of the tensor `odd`
+            buffer[3] ^= 1
+
+    monkeypatch.setattr(weight_broadcast._Group, "broadcast", spoil)
+    with ThreadPoolExecutor() as pool:
+        sides = [pool.submit(lambda rank: dict(receive(broadcast, rank=rank, bucket_bytes=1)), rank) for rank in (1, 2)]
+        pool.submit(send, file, broadcast, bucket_bytes=1).result()
+        got.append(sides[0].result())
+        with pytest.raises(DigestMismatch, match="policy 3 arrived by broadcast with other weights"):
+            sides[1].result()
+    assert got[0].keys() == tensors.keys(), "the others have theirs"
+
+
 def test_a_receiver_that_does_not_come_ends_the_wait_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(weight_broadcast, "SECONDS", 2.0)
     file, _, broadcast = _sealed(tmp_path / "p", num_receivers=2)

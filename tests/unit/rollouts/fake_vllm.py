@@ -33,6 +33,9 @@ class FakeVllm:
 
     def __init__(self, folder: Path) -> None:
         self.weights, self.version, self.paused = weights_of(folder), "default", False
+        self.asleep: set[str] = set()
+        """What has no memory."""
+        self.buffers = {"rotary_emb.cos_sin_cache": "angles"}
         self.requests: dict[str, FakeRequest] = {}
         self.parts: list[FakeRequest] = []
         self.calls: list[str] = []
@@ -65,6 +68,7 @@ class FakeVllm:
     def step(self) -> None:
         if self.paused:
             return
+        assert not self.asleep, "computes without memory"
         for request in list(self.requests.values()):
             if request.finish_reason:
                 continue
@@ -91,9 +95,18 @@ class FakeVllm:
     async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
         if method == "own_draws":
             return [self.draws]
+        if method == "buffer_digests":
+            return [(dict(self.buffers), "")]
+        if method == "weight_digests":
+
+            async def compute() -> Any:
+                return [({"weights": f"float {self.weights or 32 * '0'}"}, "")]
+
+            return await self._call(method, compute)
 
         async def reload() -> None:
             assert self.paused or not self._in_flight(), "weights change under a running request"
+            assert "weights" not in self.asleep, "weights without memory"
             await asyncio.sleep(0)
             if method == "reset_weights":
                 self.weights = 0.0
@@ -104,11 +117,20 @@ class FakeVllm:
         await self._call(method, reload)
         return [(None, "")]
 
-    async def compute_weight_checksums(self) -> Any:
-        async def compute() -> Any:
-            return [{"weights": str(self.weights)}]
+    async def sleep(self, *, level: int, mode: str) -> None:
+        async def sleep() -> None:
+            assert self.paused and (level, mode) == (2, "keep")
+            self.asleep, self.weights = {"weights", "kv_cache"}, 77.0  # whatever was in that memory
 
-        return await self._call("compute_weight_checksums", compute)
+        await self._call("sleep", sleep)
+
+    async def wake_up(self, *, tags: list[str]) -> None:
+        async def wake() -> None:
+            self.asleep -= set(tags)
+            if not self.asleep:
+                self.paused = False
+
+        await self._call(f"wake {tags[0]}", wake)
 
     async def update_weight_version(self, version: str) -> None:
         async def update() -> None:

@@ -21,6 +21,7 @@ from storage.objects.object_store import StoredFile
 from storage.policies.policies import DamagedDelta, PolicyReader
 from tasks import rollout
 from tasks.fleet import REPLACEMENTS, Fleet
+from tasks.phases import SharedDevice
 from tasks.rollout import evaluate_policy, publish_policy
 from tasks.session import RunSession
 from tasks.trainer import TrainerHandle
@@ -30,6 +31,9 @@ from tests.builders import a_config, a_log, a_step
 def _serves(session: RunSession) -> tuple[int, str]:
     alias = session.log.state.aliases["rollout"]
     return alias.version, alias.checksum
+
+
+_ALONE = SharedDevice(lambda: None, in_phases=False, seconds=1.0)
 
 
 class _Party:
@@ -42,7 +46,7 @@ class _Party:
     async def rendezvous(self) -> tuple[str, int]:
         return "10.0.0.1", 4711
 
-    async def call(self, method: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *arguments: Any, **_: Any) -> Any:
         self.asked.append((method, arguments))
         update = WeightUpdate(checksum="sum", mode="keep", cache_cleared=True, paused_seconds=0.1, transfer="gloo")
         answer = self.answers.get(method, update)
@@ -105,7 +109,9 @@ def test_an_engine_that_is_there_again_is_compared_with_engines_only(
         session.fleet.mark_served(["sum"], version=0)
         session.fleet.mark_served([], version=0)
         assert _serves(session) == (0, "sum") and not caplog.text
-        session.fleet.mark_served(["other"], version=0)
+        session.fleet.mark_served(["tensors-1:sum"], version=0)
+        assert _serves(session) == (0, "tensors-1:sum") and not caplog.text, "one of an earlier version says nothing"
+        session.fleet.mark_served(["tensors-1:other"], version=0)
     assert "checksum of policy 0 differs" in caplog.text
 
 
@@ -264,7 +270,8 @@ def test_engines_on_cpus_divide_the_threads_and_name_the_code_of_their_own_machi
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     cluster: Any = _Cluster(num_gpus)
-    fleet = Fleet(a_log(), cluster, config=a_config(max_staleness=staleness), num_engines=num_engines)
+    config = a_config(max_staleness=staleness)
+    fleet = Fleet(a_log(), cluster, config=config, device=_ALONE, num_engines=num_engines)
     size = StoredFile(key="models/base/model.safetensors", num_bytes=megabytes * 10**6, modified_at=0.0)
     monkeypatch.setattr(fleet.log.store, "walk", lambda prefix: [size] if prefix == "models/base" else [])
     assert asyncio.run(fleet.start("rollout-0")) == "sum"
@@ -277,7 +284,7 @@ def test_engines_of_a_reproducible_run_must_compute_the_same_bits(monkeypatch: p
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     cluster: Any = _Cluster(1)
     cluster.proofs = ["one", "one", "two"]
-    fleet = Fleet(a_log(), cluster, config=a_config(reproducible=True), num_engines=3)
+    fleet = Fleet(a_log(), cluster, config=a_config(reproducible=True), device=_ALONE, num_engines=3)
     assert [asyncio.run(fleet.start(f"rollout-{number}")) for number in (0, 1)] == ["sum", "sum"]
     with pytest.raises(InvalidInput, match="the engine of rollout-2 computes other bits than the one before it"):
         asyncio.run(fleet.start("rollout-2"))

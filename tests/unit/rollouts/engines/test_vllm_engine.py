@@ -21,7 +21,7 @@ from storage.objects.digests import seal_folder
 from storage.records import Sampling
 from tests.unit.rollouts.fake_vllm import FakeVllm
 
-STEPS = ["pause_scheduler_async", "reload_policy", "compute_weight_checksums", "update_weight_version"]
+STEPS = ["pause_scheduler_async", "reload_policy", "weight_digests", "update_weight_version"]
 
 
 @pytest.fixture(autouse=True)
@@ -315,6 +315,128 @@ async def test_an_engine_that_cannot_be_put_right_refuses_until_a_policy_loads(
         await (await bench.request("b"))
     await bench.load(3)
     await bench.assert_serving(3)
+
+
+WAKE = ["wake weights", "reset_weights", *STEPS[1:], "wake kv_cache", "resume_generation"]
+
+
+@pytest.mark.parametrize(("mode", "versions"), [("keep", [1, 1, 2, 2, 2, 2]), ("abort", [1, 1, 2, 2, 2, 2])])
+async def test_an_engine_that_sleeps_is_woken_by_the_next_policy(bench: _Bench, mode: UpdateMode, versions: list[int]):
+    await bench.start(mode)
+    request = await bench.request("a", steps=2)
+    await bench.engine.sleep()
+    await bench.engine.sleep()
+    assert bench.vllm.asleep == {"weights", "kv_cache"} and bench.vllm.calls == [STEPS[0], "sleep"]
+    late = await bench.request("late")
+    await bench.step(3)
+    bench.vllm.calls.clear()
+    update = await bench.load(2)
+    assert bench.vllm.calls == WAKE and update.cache_cleared
+    assert [(await bench.finish(each)).weight_versions for each in (request, late)] == [versions, [2] * 6]
+    await bench.assert_serving(2)
+
+
+async def test_an_engine_that_no_policy_wakes_serves_the_one_of_before(bench: _Bench):
+    await bench.start()
+    await bench.engine.wake()
+    assert bench.vllm.calls == []
+    await bench.engine.sleep()
+    await bench.engine.wake()
+    await bench.engine.wake()
+    assert bench.vllm.calls == [STEPS[0], "sleep", *WAKE]
+    await bench.assert_serving(1)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_an_engine_that_does_not_fall_asleep_serves_on_or_not_at_all(bench: _Bench, when: str):
+    await bench.start()
+    request = await bench.request("a", steps=2)
+    bench.vllm.faults = {"pause_scheduler_async": [when]}
+    with pytest.raises(EngineError, match="the engine did not fall asleep: .*pause_scheduler_async was cut") as error:
+        await bench.engine.sleep()
+    assert not isinstance(error.value, EngineUnusable)
+    assert (await bench.finish(request)).weight_versions == [1] * 6
+    await bench.assert_serving(1)
+    request = await bench.request("b", steps=2)
+    bench.vllm.faults = {"sleep": [when]}  # a part of its memory may be gone
+    with pytest.raises(EngineUnusable, match="the engine did not fall asleep: .*sleep was cut off"):
+        await bench.engine.sleep()
+    with pytest.raises(EngineUnusable, match="did not fall asleep"):
+        await request
+    await bench.load(2)
+    await bench.assert_serving(2)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", WAKE[:5])
+async def test_a_fault_at_any_step_of_waking_leaves_the_old_policy_serving(bench: _Bench, step: str, when: str):
+    await bench.start()
+    request = await bench.request("a", steps=2)
+    await bench.engine.sleep()
+    bench.vllm.faults = {step: [when]}
+    with pytest.raises(EngineError, match=f"policy 2 .* policy 1 serves on: .*{step} was cut off"):
+        await bench.load(2)
+    assert (await bench.finish(request)).weight_versions == [1] * 6
+    await bench.assert_serving(1)
+    await bench.engine.sleep()
+    bench.vllm.faults = {"wake kv_cache": [when] * (TRIES - 1)}  # it is tried again
+    await bench.load(2)
+    await bench.assert_serving(2)
+
+
+async def test_a_policy_without_its_folder_wakes_the_old_one(bench: _Bench):
+    await bench.start()
+    await bench.engine.sleep()
+    with pytest.raises(EngineError, match="policy 2 .* policy 1 serves on: DigestMismatch"):
+        await bench.engine.load_policy(bench.policy(1).parent / "nowhere", 2)
+    await bench.assert_serving(1)
+
+
+async def test_weights_that_did_not_come_back_from_a_sleep_are_noticed(bench: _Bench, monkeypatch: pytest.MonkeyPatch):
+    await bench.start()
+    real, new = bench.vllm.collective_rpc, str(bench.policy(2))
+
+    async def idle(method: str, args: tuple[str, ...] = ()) -> Any:
+        return [(None, "")] if args == (new,) else await real(method, args)
+
+    monkeypatch.setattr(bench.vllm, "collective_rpc", idle)
+    await bench.engine.sleep()
+    with pytest.raises(EngineError, match="policy 1 serves on: .*1 tensors did not come back from a sleep, one is we"):
+        await bench.load(2)
+    await bench.assert_serving(1)
+
+
+async def test_an_engine_that_cannot_be_woken_ends_its_process(bench: _Bench, monkeypatch: pytest.MonkeyPatch):
+    """A process that only sleeps would hold a part of the GPU for nothing."""
+    ended: list[int] = []
+    monkeypatch.setattr("rollouts.engines.vllm_engine.os._exit", ended.append)
+    bench.engine._ends_process = True
+    bench.vllm = FakeVllm(bench.policy(1))
+    await bench.start()
+    bench.vllm.errored = False  # type: ignore[attr-defined]
+    await bench.engine.sleep()
+    bench.vllm.faults = {"wake weights": ["before"] * (1 + TRIES)}
+    with pytest.raises(EngineUnusable, match="policy 1 could not be put back: .*wake weights was cut off"):
+        await bench.load(2)
+    assert ended and set(ended) == {1}
+
+
+async def test_an_engine_that_is_to_sleep_tries_it_when_it_starts(bench: _Bench, monkeypatch: pytest.MonkeyPatch):
+    arguments = {"enable_sleep_mode": True}
+    settings: dict[str, Any] = {"max_model_len": 64, "seed": 0, "update_mode": "keep", "arguments": arguments}
+    bench.engine = VllmEngine(**settings, clear_cache_on_reload=True)
+    checksum = await bench.engine.start(bench.policy(1), 1)
+    bench.vllm = bench.engine.llm
+    assert checksum.startswith("tensors-1:") and bench.vllm.calls[-8:] == ["sleep", *WAKE]
+    await bench.assert_serving(1)
+
+    async def forgets(self: FakeVllm, *, tags: list[str]) -> None:
+        self.asleep -= set(tags)
+        self.buffers = {"rotary_emb.cos_sin_cache": "whatever"}
+
+    monkeypatch.setattr(FakeVllm, "wake_up", forgets)
+    with pytest.raises(EngineError, match="vLLM does not bring rotary_emb.cos_sin_cache back after a sleep; set engin"):
+        await VllmEngine(**settings, clear_cache_on_reload=True).start(bench.policy(1), 1)
 
 
 async def test_old_weights_that_come_back_different_are_not_served_and_later_right_ones_are(bench: _Bench):
