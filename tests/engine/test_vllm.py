@@ -26,7 +26,7 @@ def _aliases(log: RunLog) -> list[Alias]:
     return [entry.body for entry in log.entries if isinstance(entry.body, Alias)]
 
 
-def _run_checks(module: str, base: Path, scratch: Path, **environment: str) -> str:
+def _run_checks(module: str, base: Path, scratch: Path, seconds: float = 1100, **environment: str) -> str:
     """Run a module of checks with a base model and a folder to write in, and see that all of them passed; returns the
     last line of what it says.
 
@@ -38,7 +38,7 @@ def _run_checks(module: str, base: Path, scratch: Path, **environment: str) -> s
         cwd=PROJECT,
         capture_output=True,
         text=True,
-        timeout=1100,
+        timeout=seconds,
         env={**os.environ, **settings, **environment},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -52,10 +52,11 @@ def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path, module
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3700)  # eight minutes on two quiet cores, and much longer beside other work
 @pytest.mark.parametrize("module", ["check_engine", "check_lora"])
 def test_an_engine_that_schedules_and_samples_as_on_a_gpu(base_model: Path, tmp_path: Path, module: str) -> None:
     path = os.pathsep.join([str(PROJECT / "tests" / "engine" / "gpu_runner"), str(PROJECT)])
-    _run_checks(module, base_model, tmp_path, GPU_RUNNER="1", PYTHONPATH=path)
+    _run_checks(module, base_model, tmp_path, 3600, GPU_RUNNER="1", PYTHONPATH=path)
 
 
 @pytest.mark.slow
