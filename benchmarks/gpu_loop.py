@@ -3,7 +3,8 @@
 In: nothing; a Qwen3 of random weights, made on the spot. Out: a table, the bars it is held to, and JSON.
 
     python benchmarks/gpu_loop.py [--mode split-0] [--mode phases-0] [--mode split-1] [--mode trl] [--shape 0.6B]
-        [--rounds 6] [--prompts 64] [--attempts 8] [--max-tokens 512] [--cold-starts 0] [--peak-tflops 989] [--json FILE]
+        [--rounds 6] [--prompts 64] [--attempts 8] [--max-tokens 512] [--cold-starts 20] [--peak-tflops 989]
+        [--json FILE]
     python benchmarks/gpu_loop.py --device cpu --shape tiny --rounds 4 --prompts 4 --attempts 2 --max-tokens 16
 
 Each mode is `millrace train` as a user starts it, in a state folder of its own. Samples per second are from the end of
