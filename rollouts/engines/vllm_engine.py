@@ -360,9 +360,13 @@ class VllmEngine:
 
     def _end_with_core(self, *, hopeless: bool = False) -> None:
         """End this process if vLLM's core has died, or is of no use any more, and `ends_process` is set."""
-        if self._ends_process and self.llm is not None and (self.llm.errored or hopeless):
-            why = "cannot be woken" if hopeless else "has ended"
-            logger.critical("vLLM's engine core %s: this process ends too, another takes its place", why)
+        if not self._ends_process or self.llm is None:
+            return
+        if self.llm.errored:
+            logger.critical("vLLM's engine core has ended: this process ends too, another takes its place")
+            os._exit(1)
+        if hopeless:
+            logger.critical("vLLM's engine core cannot be woken: this process ends, another takes its place")
             os._exit(1)
 
     async def _layers_of(self, request_id: str) -> list[tuple[int, str, str]]:

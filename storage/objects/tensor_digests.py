@@ -21,7 +21,7 @@ import numpy as np
 
 ROW = 4096
 """Words that are summed together."""
-_ROWS_AT_ONCE = {"cpu": 64}
+_ROWS_AT_ONCE = {"cpu": 16}
 """Rows per operation: on CPUs their products stay in the cache."""
 _ROWS_AT_ONCE_ON_GPU = 2048
 

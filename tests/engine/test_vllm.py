@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from storage.log.claims import NOTHING
 from storage.log.entries import Alias
@@ -17,6 +18,7 @@ from storage.log.run_log import RunLog
 from storage.objects.object_store import LocalStore
 from tests.conftest import PROJECT, Home, a_base_model
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 ARITHMETIC = PROJECT / "examples" / "arithmetic.toml"
@@ -26,7 +28,7 @@ def _aliases(log: RunLog) -> list[Alias]:
     return [entry.body for entry in log.entries if isinstance(entry.body, Alias)]
 
 
-def _run_checks(module: str, base: Path, scratch: Path, **environment: str) -> str:
+def _run_checks(module: str, base: Path, scratch: Path, seconds: float = 1100, **environment: str) -> str:
     """Run a module of checks with a base model and a folder to write in, and see that all of them passed; returns the
     last line of what it says.
 
@@ -38,7 +40,7 @@ def _run_checks(module: str, base: Path, scratch: Path, **environment: str) -> s
         cwd=PROJECT,
         capture_output=True,
         text=True,
-        timeout=1100,
+        timeout=seconds,
         env={**os.environ, **settings, **environment},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -52,10 +54,42 @@ def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path, module
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3700)  # eight minutes on two quiet cores, and much longer beside other work
 @pytest.mark.parametrize("module", ["check_engine", "check_lora"])
 def test_an_engine_that_schedules_and_samples_as_on_a_gpu(base_model: Path, tmp_path: Path, module: str) -> None:
     path = os.pathsep.join([str(PROJECT / "tests" / "engine" / "gpu_runner"), str(PROJECT)])
-    _run_checks(module, base_model, tmp_path, GPU_RUNNER="1", PYTHONPATH=path)
+    _run_checks(module, base_model, tmp_path, 3600, GPU_RUNNER="1", PYTHONPATH=path)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_sleep"])
+def test_an_engine_on_a_gpu(base_model: Path, tmp_path: Path, module: str) -> None:
+    """In float32 vLLM's attention would multiply in tf32, and the checks allow 2e-3 nats."""
+    _run_checks(module, base_model, tmp_path, TRITON_F32_DEFAULT="ieee")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("share", ["phases", "split"])
+def test_a_run_on_one_gpu_is_killed_and_goes_on(home: Home, base_model: Path, share: str) -> None:
+    arguments = ["train", str(ARITHMETIC), f"model={base_model}", "steps=6", "batch_size=8", "evaluation.every=3"]
+    arguments += ["evaluation.num_tasks=16", "max_staleness=0", f"engine.share={share}"]
+    process = home.start(*arguments)
+    log = RunLog(LocalStore(home.path / "store"), "arithmetic")
+    home.wait(process, lambda: log.refresh().step >= 2)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], f"holds the GPU: {alive}"
+    home.run(*arguments)
+    state = log.refresh()
+    assert state.step == 6 and state.positions == set(range(48))
+    assert [evaluation.version for evaluation in state.evaluations] == [0, 3, 6]
+    gaps = [step.metrics["engine_gap"] for step in state.steps]
+    assert max(gaps) <= 1.1 * gaps[0] + 1e-4, "no wake brought other weights"
+    assert ("sleep_seconds" in state.steps[-1].metrics) == (share == "phases")
 
 
 @pytest.mark.slow

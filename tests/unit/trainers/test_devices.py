@@ -23,6 +23,7 @@ from trainers.model.batches import build_pack
 from trainers.model.model import load_model
 
 _META = torch.device("meta")
+_HAS_GPU = torch.cuda.is_available()
 
 
 def _pack_on_meta(samples: Samples) -> Any:
@@ -54,6 +55,30 @@ def test_a_forward_and_a_backward_pass_mix_no_devices(
     assert total.device == _META
     total.backward()
     assert all(p.grad is not None and p.grad.device == _META for p in parts.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("settings", [{}, {"ema": 0.9}, {"advantage": "gae"}, {"offload_optimizer": True}], ids=str)
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not _HAS_GPU, reason="no GPU")])]
+)
+def test_a_trainer_that_left_its_device_and_came_back_goes_on_as_one_that_stayed(
+    tiny_folder: Path, samples: Samples, device: str, settings: dict[str, Any]
+) -> None:
+    """On a CPU it goes nowhere, and what is moved is the same."""
+    if device == "cpu" and "offload_optimizer" in settings:
+        pytest.skip("there is nothing to offload from")
+    stays, leaves = (trainer_of(tiny_folder, device=device, **settings) for _ in range(2))
+    for step in (1, 2):
+        leaves.free_gradients()
+        leaves.move(torch.device("cpu"))
+        held = [*leaves.model.parameters(), *(v for s in leaves.optimizer.state.values() for v in s.values())]
+        assert {tensor.device.type for tensor in held if isinstance(tensor, torch.Tensor)} == {"cpu"}
+        leaves.move(leaves.device)
+        expected, found = (take_step(each, samples, step=step, max_staleness=9) for each in (stays, leaves))
+        assert found == pytest.approx(expected, rel=1e-5 if device == "cuda" else 0)
+    assert leaves.optimizer.state, "AdamW has its moments"
+    for name, weight in weights(leaves).items():
+        assert torch.allclose(weight, weights(stays)[name], atol=1e-6 if device == "cuda" else 0), name
 
 
 @pytest.mark.gpu

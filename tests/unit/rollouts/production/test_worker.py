@@ -344,6 +344,26 @@ async def test_a_broadcast_that_fails_is_replaced_by_the_store(run: _Run, caplog
     assert "policy 1 is read from the store, its broadcast failed" in caplog.text
 
 
+async def test_an_engine_that_sleeps_is_woken_by_the_driver_alone(run: _Run):
+    async with run.worker() as worker:
+        await _collect(worker)
+        await worker.sleep()
+        await worker.sleep()
+        assert worker.served.pin.locked() and worker.can_receive()
+        evaluating = asyncio.create_task(worker.evaluate(EvaluationSettings(num_tasks=2)))
+        policy = run.train()
+        by_another = asyncio.create_task(worker.publish(policy, wakes=False))
+        await asyncio.wait([evaluating, by_another], timeout=0.2)
+        assert not evaluating.done() and not by_another.done() and worker.served.is_asleep
+        assert await worker.publish(policy) is not None
+        assert (await evaluating).version == 1 and await by_another is not None
+        assert not worker.served.pin.locked()
+        await worker.wake()
+        await worker.sleep()
+        await worker.wake()
+        assert (await _collect(worker)).head_version == 1 and not worker.served.pin.locked()
+
+
 async def test_a_restarted_worker_asks_only_what_the_log_lacks(run: _Run):
     await run.collect(batch_size=1)
     assert run.committed() == [0]

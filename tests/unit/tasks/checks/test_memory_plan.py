@@ -57,6 +57,24 @@ def test_engine_and_trainer_share_a_card_and_the_cache_has_what_is_left() -> Non
     assert crowded.needed == pytest.approx((1 - plans.MARGIN) * 19 * GIB, rel=1e-6)
 
 
+def test_who_takes_turns_needs_the_larger_of_two_parts_and_leaves_the_rest_in_the_machines_memory() -> None:
+    split, by_turns = _gsm8k(max_staleness=1), _gsm8k(max_staleness=0)
+    gpu, machine = memory_plan(by_turns, QWEN, _cards(17))
+    engine, trainer = gpu.demands
+    assert gpu.by_turns and gpu.needed == max(
+        engine.total + trainer.parts["libraries"], trainer.total + engine.parts["libraries"]
+    )
+    assert gpu.needed <= 17 * GIB < memory_plan(split, QWEN, _cards(17))[0].needed
+    offloaded = next(demand for demand in machine.demands if demand.process == "offloaded")
+    assert offloaded.total == 16 * PARAMETERS, "weights, gradients and moments wait there"
+    with pytest.raises(InvalidInput, match="the run needs .* of GPU 0, which has"):
+        check_memory(split, QWEN, _cards(17))
+    check_memory(by_turns, QWEN, _cards(17))
+    vllm = with_engine_share(by_turns, QWEN, _cards(17)).engine.vllm
+    assert vllm["kv_cache_memory_bytes"] == engine.parts["keys and values"]
+    assert engine.total + trainer.parts["libraries"] <= (1 - plans.MARGIN) * 17 * GIB + 1
+
+
 @pytest.mark.parametrize(
     ("overrides", "here"),
     [
