@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -238,17 +239,16 @@ def main(
     """Run, compare and print; the exit status is 1 if a policy differs."""
     saved = json.loads(json_file.read_text()) if json_file and json_file.exists() else {"runs": []}
     made: list[dict[str, Any]] = []
-    for seed in seeds.split(","):
-        for kind in kinds.split(","):
-            with tempfile.TemporaryDirectory(prefix="millrace-", ignore_cleanup_errors=True) as scratch:
-                what: dict[str, Any] = {"steps": steps, "seed": int(seed), "kind": kind, "ways": ways.split(",")}
-                for row in measure(example, Path(scratch), settings=settings or [], **what):
-                    made.append(row)
-                    print(json.dumps(row), flush=True)
-                    if json_file:
-                        kept = [each for each in saved["runs"] if not _same(each, row)]
-                        saved = {"machine": machine(), "runs": [*kept, row]}
-                        json_file.write_text(json.dumps(saved, indent=1) + "\n")
+    with tempfile.TemporaryDirectory(prefix="millrace-", ignore_cleanup_errors=True) as scratch:
+        for seed, kind in itertools.product(seeds.split(","), kinds.split(",")):
+            what: dict[str, Any] = {"steps": steps, "seed": int(seed), "kind": kind, "ways": ways.split(",")}
+            for row in measure(example, Path(scratch), settings=settings or [], **what):
+                made.append(row)
+                print(json.dumps(row), flush=True)
+                if json_file:
+                    kept = [each for each in saved["runs"] if not _same(each, row)]
+                    saved = {"machine": machine(), "runs": [*kept, row]}
+                    json_file.write_text(json.dumps(saved, indent=1) + "\n")
     show(made, open_console())
     if any(row["equal_policies"] < row["steps"] for row in made):
         raise typer.Exit(1)
