@@ -237,6 +237,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="where to save what came of it")] = None,
 ) -> None:
     """Run, compare and print; the exit status is 1 if a policy differs."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no run is left behind
     saved = json.loads(json_file.read_text()) if json_file and json_file.exists() else {"runs": []}
     made: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="millrace-", ignore_cleanup_errors=True) as scratch:
