@@ -70,6 +70,9 @@ second start on an empty cache; `loaded`: beside twice as many busy processes as
 PHASES = {"sampling": "lease", "committed": "shard", "trained": "step", "published": "alias"}
 """Phase of a round → kind of the log's entry that it begins with."""
 
+_PATIENT = "reward.timeout=300"
+"""A time limit that other work on the machine lets pass would end what follows from the file, as `as_filed` says."""
+
 
 class Runs:
     """Runs of one example in a folder of their own."""
@@ -177,7 +180,7 @@ def measure(
     example: str, scratch: Path, *, steps: int, seed: int, kind: str, ways: list[str], settings: list[str]
 ) -> Iterator[dict[str, Any]]:
     """A run as it is, and then in each way, with what came of the comparison."""
-    common = [EXAMPLES[example], "reproducible=true", f"steps={steps}", f"seed={seed}", "evaluation.every=0"]
+    common = [EXAMPLES[example], "reproducible=true", f"steps={steps}", f"seed={seed}", "evaluation.every=0", _PATIENT]
     runs = Runs(scratch, [*common, *KINDS[kind], *settings])
     name = f"{example.replace('_', '-')}-{kind}-{seed}"
     started = time.perf_counter()

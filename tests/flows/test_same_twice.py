@@ -11,7 +11,8 @@ from tests.conftest import SCRIPTED, Home
 
 def test_in_a_fixed_schedule_workers_and_concurrency_change_nothing(home: Home, base_model: Path) -> None:
     """Half of the groups are rejected, so that which ones are asked at all depends on what others came to."""
-    fixed = ["max_staleness=1", "rollout.schedule=fixed", "rollout.drop_uniform_groups=true", "n_samples=2"]
+    patient = "reward.timeout=300"  # on a busy machine its process may take long to start
+    fixed = [patient, "max_staleness=1", "rollout.schedule=fixed", "rollout.drop_uniform_groups=true", "n_samples=2"]
     arguments = ["train", str(SCRIPTED), f"model={base_model}", "evaluation.every=0", *fixed]
     home.run(*arguments, "run=one")
     home.run(*arguments, "run=two", "rollout.num_workers=2", "rollout.max_concurrent=3")
