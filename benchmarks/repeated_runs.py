@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -68,6 +69,9 @@ WAYS: dict[str, list[str]] = {
 second start on an empty cache; `loaded`: beside twice as many busy processes as there are cores."""
 PHASES = {"sampling": "lease", "committed": "shard", "trained": "step", "published": "alias"}
 """Phase of a round → kind of the log's entry that it begins with."""
+
+_PATIENT = "reward.timeout=300"
+"""A time limit that other work on the machine lets pass would end what follows from the file, as `as_filed` says."""
 
 
 class Runs:
@@ -176,7 +180,7 @@ def measure(
     example: str, scratch: Path, *, steps: int, seed: int, kind: str, ways: list[str], settings: list[str]
 ) -> Iterator[dict[str, Any]]:
     """A run as it is, and then in each way, with what came of the comparison."""
-    common = [EXAMPLES[example], "reproducible=true", f"steps={steps}", f"seed={seed}", "evaluation.every=0"]
+    common = [EXAMPLES[example], "reproducible=true", f"steps={steps}", f"seed={seed}", "evaluation.every=0", _PATIENT]
     runs = Runs(scratch, [*common, *KINDS[kind], *settings])
     name = f"{example.replace('_', '-')}-{kind}-{seed}"
     started = time.perf_counter()
@@ -236,19 +240,19 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="where to save what came of it")] = None,
 ) -> None:
     """Run, compare and print; the exit status is 1 if a policy differs."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no run is left behind
     saved = json.loads(json_file.read_text()) if json_file and json_file.exists() else {"runs": []}
     made: list[dict[str, Any]] = []
-    for seed in seeds.split(","):
-        for kind in kinds.split(","):
-            with tempfile.TemporaryDirectory(prefix="millrace-", ignore_cleanup_errors=True) as scratch:
-                what: dict[str, Any] = {"steps": steps, "seed": int(seed), "kind": kind, "ways": ways.split(",")}
-                for row in measure(example, Path(scratch), settings=settings or [], **what):
-                    made.append(row)
-                    print(json.dumps(row), flush=True)
-                    if json_file:
-                        kept = [each for each in saved["runs"] if not _same(each, row)]
-                        saved = {"machine": machine(), "runs": [*kept, row]}
-                        json_file.write_text(json.dumps(saved, indent=1) + "\n")
+    with tempfile.TemporaryDirectory(prefix="millrace-", ignore_cleanup_errors=True) as scratch:
+        for seed, kind in itertools.product(seeds.split(","), kinds.split(",")):
+            what: dict[str, Any] = {"steps": steps, "seed": int(seed), "kind": kind, "ways": ways.split(",")}
+            for row in measure(example, Path(scratch), settings=settings or [], **what):
+                made.append(row)
+                print(json.dumps(row), flush=True)
+                if json_file:
+                    kept = [each for each in saved["runs"] if not _same(each, row)]
+                    saved = {"machine": machine(), "runs": [*kept, row]}
+                    json_file.write_text(json.dumps(saved, indent=1) + "\n")
     show(made, open_console())
     if any(row["equal_policies"] < row["steps"] for row in made):
         raise typer.Exit(1)

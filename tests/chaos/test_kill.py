@@ -28,6 +28,7 @@ _FIXED = ["max_staleness=1", "rollout.schedule=fixed", "rollout.drop_uniform_gro
 @pytest.mark.parametrize("schedule", [[], _FIXED], ids=["synchronous", "fixed"])
 def test_kills_and_stops_lose_nothing_and_change_nothing(home: Home, base_model: Path, schedule: list[str]) -> None:
     arguments = ["train", str(SCRIPTED), f"model={base_model}", f"steps={STEPS}", "evaluation.every=0", *schedule]
+    arguments.append("reward.timeout=300")  # on a busy machine its process may take long to start
     done = home.run(*arguments, "run=undisturbed")
     assert done.stdout.count("run=undisturbed") == 1, "the next run's name stands for this one's"
     draw = random.Random(7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -111,9 +112,18 @@ def test_the_probe_names_a_layer_of_an_engine_left_alone(tmp_path: Path) -> None
     _run_checks("check_reproducible", base, tmp_path, DTYPE="float32", LIMITS="none")
 
 
-def test_a_reproducible_run_has_the_same_policies_under_another_load(home: Home, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(["max_staleness=0"], id="synchronous", marks=pytest.mark.slow),
+        pytest.param(["max_staleness=1", "rollout.schedule=fixed"], id="fixed"),
+    ],
+)
+def test_a_reproducible_run_has_the_same_policies_under_another_load(
+    home: Home, tmp_path: Path, schedule: list[str]
+) -> None:
     base = a_base_model(tmp_path / "base", hidden_size=128)
-    arguments = ["train", str(ARITHMETIC), "reproducible=true", "max_staleness=0", f"model={base}", "steps=3"]
+    arguments = ["train", str(ARITHMETIC), "reproducible=true", *schedule, f"model={base}", "steps=3"]
     arguments += ["batch_size=8", "evaluation.num_tasks=16", "evaluation.every=3"]
     home.run(*arguments)
     home.run(*arguments, "run=again", "rollout.max_concurrent=3", "engine.vllm.enable_prefix_caching=false")
@@ -121,6 +131,21 @@ def test_a_reproducible_run_has_the_same_policies_under_another_load(home: Home,
     assert [step.policy.weights_sha256 for step in once.steps] == [step.policy.weights_sha256 for step in again.steps]
     assert once.evaluations[-1].score == again.evaluations[-1].score
     assert home.status("again")["reproducible"] == "all 3 of 3 steps"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_reproducible_run_has_the_same_policies_whatever_happens_to_it(tmp_path: Path) -> None:
+    """SIGKILL in each phase, Ctrl-C, an empty cache, two workers, other work on the machine; also with adapters."""
+    base = a_base_model(tmp_path / "base", hidden_size=128)
+    command = [sys.executable, "-m", "benchmarks.repeated_runs", "arithmetic", f"model={base}", "batch_size=8"]
+    out = tmp_path / "runs.json"
+    done = subprocess.run([*command, "--steps", "6", "--json", str(out)], capture_output=True, text=True, cwd=PROJECT)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    rows = json.loads(out.read_text())["runs"]
+    assert {row["kind"] for row in rows} == {"synchronous", "fixed", "lora"} and len(rows) == 20
+    assert all(row["equal_policies"] == row["steps"] == row["different_policies"] == 6 for row in rows)
+    assert all(row["as_filed"] == [6, 6] for row in rows)
 
 
 @pytest.mark.slow

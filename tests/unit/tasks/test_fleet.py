@@ -24,8 +24,9 @@ from tasks.fleet import REPLACEMENTS, Fleet
 from tasks.phases import SharedDevice
 from tasks.rollout import evaluate_policy, publish_policy
 from tasks.session import RunSession
+from tasks.steps import all_sampled
 from tasks.trainer import TrainerHandle
-from tests.builders import a_config, a_log, a_step
+from tests.builders import a_config, a_log, a_shard, a_step, a_summary
 
 
 def _serves(session: RunSession) -> tuple[int, str]:
@@ -78,6 +79,39 @@ def test_without_a_living_engine_the_alias_moves_when_the_policy_is_in_the_store
     assert _serves(session) == (0, "")
     _publish(session, **workers)
     assert _serves(session) == (1, "")
+
+
+def test_in_a_fixed_schedule_no_policy_is_left_out_and_each_has_its_batch_before_the_next(session: RunSession) -> None:
+    rules: dict[str, Any] = {"schedule": "fixed", "max_staleness": 1, "batch_size": 1, "min_usable": 1, "steps": 9}
+    session.fleet.config = config = a_config(**rules)
+    session.fleet.mark_served([], version=0)
+    for _ in range(2):
+        _trained(session)
+
+    def unserved() -> list[int]:
+        return [policy.version for policy in session.fleet.unserved()]
+
+    assert unserved() == [1, 2] and session.fleet.due_version() == 1
+    session.fleet.config = a_config()
+    assert unserved() == [2] and session.fleet.due_version() == 2
+    session.fleet.config = a_config(**rules | {"steps_per_update": 2, "steps": 3})
+    assert unserved() == [2]
+    _trained(session)
+    assert unserved() == [2, 3], "the last one of a run is served, too"
+    session.fleet.config = config
+
+    async def wait(version: int) -> bool:
+        """Whether it is over at once."""
+        session.fleet.mark_served([], version=version)
+        waiting = asyncio.ensure_future(all_sampled(session, config=config))
+        await asyncio.sleep(0.01)
+        is_over = waiting.done()
+        waiting.cancel()
+        return is_over
+
+    assert [asyncio.run(wait(version)) for version in (0, 1, 2)] == [True, True, False]
+    session.log.append(a_shard("s0", [a_summary(0, version=2)]))
+    assert asyncio.run(wait(2))
 
 
 def test_the_newest_policy_is_served_when_the_alias_is_on_it_and_its_files_make_it(
