@@ -22,7 +22,7 @@ from trainers.model.warmup import make_base_model
 
 _WORLD = World(entities=40, distractors=0.3)
 _QUESTIONS = split_questions(_WORLD, questions=40, held_out=8, hops=[1])
-_CONTEXT = 16384  # smolagents' instructions have ten thousand characters, each of them a token here
+CONTEXT = 16384  # smolagents' instructions have ten thousand characters, each of them a token here
 
 
 class _Sums(AgentWorkflow):
@@ -117,6 +117,6 @@ def base_model(folder: Path) -> Path:
         seed=0,
     )
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": _CONTEXT}))
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
     seal_folder(folder)
     return folder
