@@ -4,6 +4,7 @@ others."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -171,15 +172,14 @@ def test_agents_of_others_train_unchanged(
     tokenizer = ChatTokens.load(speller).tokenizer
     match agent:
         case "Coder":
-            assert {tuple(each["stop"]) for each in requests} == {("Observation:", "Calling tools:", "</code>"), ()}
+            assert {tuple(each["stop"]) for each in requests} == {("Observation:", "Calling tools:", "</code>")}
         case "Caller":
-            forced = [row for row in rows if row["requests"][0]["constraint"]]
+            forced = [row for row in rows if any(each["constraint"] for each in row["requests"])]
             texts = [tokenizer.decode(row["input_ids"]).rpartition("<assistant>")[2] for row in forced]
-            assert texts and all(text.startswith('<tool_call>\n{"name": "') for text in texts)
+            assert texts and all(re.match(r'<tool_call>\s*{"name": "(add|final_answer)"', text) for text in texts)
         case "Searcher":
             assert {row["sequence_idx"] for row in rows} == {0}
             assert any(each["stopped_by"] == "</search>" for each in requests)
             texts = [tokenizer.decode(row["input_ids"]) for row in rows if len(row["turns"]) > 1]
             assert texts and all("</search><user><information>" in text for text in texts)
-    if agent != "Caller":  # what a grammar restricted has no gap
-        assert all(step.metrics["engine_gap"] <= 1e-4 for step in steps)
+    assert all(step.metrics["engine_gap"] <= 1e-4 for step in steps)
