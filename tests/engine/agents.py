@@ -74,7 +74,7 @@ class Searcher(AgentWorkflow):
         return [Task(id=each.id, prompt=each.text, answer=each.answer) for each in _QUESTIONS[split]]
 
     async def run_agent(self, task: Task, *, base_url: str, api_key: str) -> float:
-        index, history = LocalSearch(_WORLD.passages), [{"role": "user", "content": task.prompt}]
+        query, index, history = "", LocalSearch(_WORLD.passages), [{"role": "user", "content": task.prompt}]
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             for _ in range(3):
                 made = await client.chat.completions.create(
@@ -85,14 +85,19 @@ class Searcher(AgentWorkflow):
                 text = made.choices[0].message.content or ""
                 if "<answer>" in text or "<search>" not in text:
                     break
-                passages = await index.search(text.rpartition("<search>")[2], 1)
+                query = text.rpartition("<search>")[2]
+                passages = await index.search(query, 1)
                 found = "".join(f"{passage.title}: {passage.text}" for passage in passages)
                 history += [
                     {"role": "assistant", "content": text},
                     {"role": "user", "content": f"<information>{found}</information>"},
                 ]
-        answer = text.rpartition("<answer>")[2].strip()
-        return sum(a == b for a, b in zip(answer, str(task.answer), strict=False)) / len(str(task.answer))
+        return (_alike(query, task.prompt) + _alike(text.rpartition("<answer>")[2], str(task.answer))) / 2
+
+
+def _alike(text: str, other: str) -> float:
+    """Share of the characters that are the same ones at the same places."""
+    return sum(a == b for a, b in zip(text, other, strict=False)) / len(other)
 
 
 def base_model(folder: Path) -> Path:
