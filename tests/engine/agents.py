@@ -113,10 +113,10 @@ def base_model(folder: Path) -> Path:
     make_base_model(
         folder,
         demonstrations,
-        hidden_size=64,
-        num_layers=2,
+        hidden_size=32,
+        num_layers=1,
         target_loss=0.3,
-        num_steps=250,
+        num_steps=100,
         batch_size=16,
         learning_rate=3e-3,
         seed=0,

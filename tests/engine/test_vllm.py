@@ -156,6 +156,7 @@ def test_agents_of_others_train_unchanged(
         sampling.max_tokens = 160
         evaluation.every = 0
         train.tokens_per_microbatch = {agents.CONTEXT}
+        train.num_threads = 1
         [engine]
         max_model_len = {agents.CONTEXT}
         guided_decoding = true
