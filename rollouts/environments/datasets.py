@@ -33,8 +33,9 @@ def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[d
     whose name says that it is for training is not held out for its folder's name, nor the other way round.
 
     Raises `InvalidInput` for one of two files `-of-2`, and for what is ambiguous: several configurations, a split in
-    two formats, or all of a split (`train`) beside others of its name (`train_old`, `train/`); and as `read_rows`.
-    Raises `NotFound` if the folder has no such split; for a hub id also as `storage.objects.hub.fetch_from_hub`.
+    two formats, a file named for training and for being held out (`train-test.jsonl`), or all of a split (`train`)
+    beside others of its name (`train_old`, `train/`); and as `read_rows`. Raises `NotFound` if the folder has no such
+    split; for a hub id also as `storage.objects.hub.fetch_from_hub`.
     """
     path = Path(dataset).expanduser()
     with path_errors(f"dataset = {dataset!r}"):
@@ -112,6 +113,10 @@ def _by_name(folder: Path, split: str, *, dataset: str) -> list[Path]:
                 found[file] = Path(*file.parts[: above[-1]]) if above else file
         if found:
             break
+    is_usual = word in (*_TRAIN, *itertools.chain(*_HELD_OUT))  # and not `train_sft`
+    if both := [str(file) for file in found if is_usual and _says(file.name, [word]) and _says(file.name, others)]:
+        what = f"{', '.join(both)} is named for training and for being held out"
+        raise InvalidInput(f"dataset = {dataset!r}: {what}; rename it, or say in README.md under `configs` whose it is")
     if len(parents := sorted({str(place.parent) for place in found.values()})) > 1:
         raise InvalidInput(
             f"dataset = {dataset!r}: split {split!r} is there in several configurations, {', '.join(parents)}; name "

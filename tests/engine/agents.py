@@ -22,7 +22,7 @@ from trainers.model.warmup import make_base_model
 
 _WORLD = World(entities=40, distractors=0.3)
 _QUESTIONS = split_questions(_WORLD, questions=40, held_out=8, hops=[1])
-_CONTEXT = 16384  # smolagents' instructions have ten thousand characters, each of them a token here
+CONTEXT = 16384  # smolagents' instructions have ten thousand characters, each of them a token here
 
 
 class _Sums(AgentWorkflow):
@@ -74,7 +74,7 @@ class Searcher(AgentWorkflow):
         return [Task(id=each.id, prompt=each.text, answer=each.answer) for each in _QUESTIONS[split]]
 
     async def run_agent(self, task: Task, *, base_url: str, api_key: str) -> float:
-        index, history = LocalSearch(_WORLD.passages), [{"role": "user", "content": task.prompt}]
+        query, index, history = "", LocalSearch(_WORLD.passages), [{"role": "user", "content": task.prompt}]
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             for _ in range(3):
                 made = await client.chat.completions.create(
@@ -85,14 +85,19 @@ class Searcher(AgentWorkflow):
                 text = made.choices[0].message.content or ""
                 if "<answer>" in text or "<search>" not in text:
                     break
-                passages = await index.search(text.rpartition("<search>")[2], 1)
+                query = text.rpartition("<search>")[2]
+                passages = await index.search(query, 1)
                 found = "".join(f"{passage.title}: {passage.text}" for passage in passages)
                 history += [
                     {"role": "assistant", "content": text},
                     {"role": "user", "content": f"<information>{found}</information>"},
                 ]
-        answer = text.rpartition("<answer>")[2].strip()
-        return sum(a == b for a, b in zip(answer, str(task.answer), strict=False)) / len(str(task.answer))
+        return (_alike(query, task.prompt) + _alike(text.rpartition("<answer>")[2], str(task.answer))) / 2
+
+
+def _alike(text: str, other: str) -> float:
+    """Share of the characters that are the same ones at the same places."""
+    return sum(a == b for a, b in zip(text, other, strict=False)) / len(other)
 
 
 def base_model(folder: Path) -> Path:
@@ -108,15 +113,15 @@ def base_model(folder: Path) -> Path:
     make_base_model(
         folder,
         demonstrations,
-        hidden_size=64,
-        num_layers=2,
+        hidden_size=32,
+        num_layers=1,
         target_loss=0.3,
-        num_steps=250,
+        num_steps=100,
         batch_size=16,
         learning_rate=3e-3,
         seed=0,
     )
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": _CONTEXT}))
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
     seal_folder(folder)
     return folder

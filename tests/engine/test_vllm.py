@@ -1,9 +1,11 @@
-"""The real engine, in one part, in two, and with adapters; and whole runs on it, one of them killed once."""
+"""The real engine, in one part, in two, and with adapters; and whole runs on it: one is killed, some play agents of
+others."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +15,14 @@ import psutil
 import pytest
 import torch
 
+from rollouts.chat.chat_tokens import ChatTokens
 from storage.log.claims import NOTHING
 from storage.log.entries import Alias
 from storage.log.run_log import RunLog
 from storage.objects.object_store import LocalStore
+from storage.shards.shards import read_shard
 from tests.conftest import PROJECT, Home, a_base_model
+from tests.engine import agents
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
@@ -186,3 +191,55 @@ def test_a_killed_run_continues_on_the_real_engine_and_leaves_no_process(home: H
     assert {step.owes for step in [*state.steps, *again.steps]} == {NOTHING}
     # The engine computes what the trainer computes: the gap is rounding, not another policy.
     assert all(step.metrics["engine_gap"] <= 1e-4 for step in state.steps)
+
+
+@pytest.fixture(scope="session")
+def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return agents.base_model(tmp_path_factory.mktemp("speller") / "base")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("agent", "n_samples"), [("Coder", 3), ("Caller", 3), ("Searcher", 8)])
+def test_agents_of_others_train_unchanged(
+    home: Home, speller: Path, tmp_path: Path, agent: str, n_samples: int
+) -> None:
+    """smolagents' CodeAgent and ToolCallingAgent, and one in the style of Search-R1: two steps of each."""
+    (tmp_path / "run.toml").write_text(f"""
+        workflow = "tests.engine.agents:{agent}"
+        run = "agents"
+        model = "{speller}"
+        steps = 2
+        batch_size = 1
+        n_samples = {n_samples}
+        learning_rate = 1e-3
+        sampling.max_tokens = 160
+        evaluation.every = 0
+        train.tokens_per_microbatch = {agents.CONTEXT}
+        train.num_threads = 1
+        [engine]
+        max_model_len = {agents.CONTEXT}
+        guided_decoding = true
+        tool_parser = "hermes"
+        vllm = {{dtype = "float32", enforce_eager = true}}
+        """)
+    home.run("train", str(tmp_path / "run.toml"), timeout=1100)
+    log = RunLog(LocalStore(home.path / "store"), "agents")
+    steps = log.refresh().steps
+    assert len({step.policy.weights_sha256 for step in steps}) == 2
+    rows = [row for shard in log.state.shards.values() for row in read_shard(log, shard).to_pylist()]
+    assert {row["status"] for row in rows} <= {"ok", "truncated"} and len({row["reward"] for row in rows}) > 1
+    requests = [request for row in rows for request in row["requests"]]
+    tokenizer = ChatTokens.load(speller).tokenizer
+    match agent:
+        case "Coder":
+            assert {tuple(each["stop"]) for each in requests} == {("Observation:", "Calling tools:", "</code>")}
+        case "Caller":
+            forced = [row for row in rows if any(each["constraint"] for each in row["requests"])]
+            texts = [tokenizer.decode(row["input_ids"]).rpartition("<assistant>")[2] for row in forced]
+            assert texts and all(re.match(r'<tool_call>\s*{"name": "(add|final_answer)"', text) for text in texts)
+        case "Searcher":
+            assert {row["sequence_idx"] for row in rows} == {0}
+            assert any(each["stopped_by"] == "</search>" for each in requests)
+            texts = [tokenizer.decode(row["input_ids"]) for row in rows if len(row["turns"]) > 1]
+            assert texts and all("</search><user><information>" in text for text in texts)
+    assert all(step.metrics["engine_gap"] <= 1e-4 for step in steps)

@@ -6,6 +6,7 @@ a mask over its tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -146,6 +147,13 @@ def load_model(
         raise InvalidInput(f"{folder} lacks {min(drawn)}, which {type(causal_lm).__name__} would draw at random")
     if not isinstance(getattr(decoder_of(causal_lm), "layers", None), nn.ModuleList):
         raise InvalidInput(f"{folder}: {type(causal_lm).__name__} has no decoder layers in a list")
+    prefix = next(name for name, its in causal_lm.named_modules() if its is decoder_of(causal_lm).layers)
+    found = [re.match(rf"{re.escape(prefix)}\.(\d+)\.", name) for name in told["unexpected_keys"]]
+    count = len(decoder_of(causal_lm).layers)
+    above = {int(match[1]) for match in found if match and int(match[1]) >= count}
+    if above and not getattr(causal_lm.config, "num_nextn_predict_layers", None):  # those stand behind the others
+        what = f"config.json has {count} layers, and the weights have a layer {min(above)}, counted from 0"
+        raise InvalidInput(f"{folder}: {what}; copy or download the folder again")
     causal_lm.config.use_cache = False
     if dtype == torch.float64:  # which the other one does not have
         causal_lm.set_experts_implementation("eager")

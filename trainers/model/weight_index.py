@@ -101,8 +101,8 @@ def stored_in(folder: Path) -> dict[str, Path]:
     """The file of every tensor: of those that the index names, or without an index of `model.safetensors`.
 
     Raises `FileNotFoundError` without either and for a missing file, `InvalidInput` for an index that names tensors
-    which its files do not have, and for both a whole file and an index of others: transformers reads the one, vLLM the
-    other.
+    which its files do not have, or have twice, or files in other folders, and for both a whole file and an index of
+    others: transformers reads the one, vLLM the other.
     """
     index, whole = folder / INDEX_FILE, folder / WEIGHTS_FILE
     if not index.exists():
@@ -116,11 +116,16 @@ def stored_in(folder: Path) -> dict[str, Path]:
     if whole.exists() and set(files.values()) != {whole}:
         raise InvalidInput(f"{folder} has {WEIGHTS_FILE} and an index of other files; remove the one that is stale")
     for file in sorted(set(files.values())):
+        if file.parent != folder:
+            what = f"{index} names {file.relative_to(folder)}, which is not beside it"
+            raise InvalidInput(f"{what}; put all weights into one folder, and their names alone into the index")
         if not file.exists():
             raise FileNotFoundError(f"{folder} lacks {file.name}, which {INDEX_FILE} names")
         named = {name for name, its in files.items() if its == file}
         if missing := named - _names(file):
             raise InvalidInput(f"{file} lacks {min(missing)}, which {INDEX_FILE} says is in it")
+        if twice := (_names(file) - named) & files.keys():
+            raise InvalidInput(f"{min(twice)} is in {files[min(twice)].name} and in {file.name}; remove the stale one")
     return files
 
 

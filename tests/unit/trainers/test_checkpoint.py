@@ -142,8 +142,12 @@ def test_a_base_model_in_several_files_is_trained_averaged_and_gone_back_to(
         ({"model.norm.weight": torch.ones(16)}, r"is of shape \[16\] in its files and \[32\] by its config"),
         ({"model.norm.weight": torch.full((32,), torch.nan)}, "gives NaN, so its weights are damaged"),
         ({"model.norm.weight": None, "norm.weight": torch.ones(32)}, "save it anew with"),
+        (
+            {"model.layers.2.mlp.up_proj.weight": torch.ones(1)},
+            "config.json has 2 layers, and the weights have a layer 2",
+        ),
     ],
-    ids=["missing", "too narrow", "tied to another", "of another shape", "NaN", "under another name"],
+    ids=["missing", "too narrow", "tied to another", "of another shape", "NaN", "under another name", "one layer more"],
 )
 def test_a_base_that_could_not_be_written_as_it_is_read_is_refused(
     tmp_path: Path, change: dict[str, torch.Tensor | None], what: str
@@ -160,15 +164,18 @@ def test_a_base_that_could_not_be_written_as_it_is_read_is_refused(
     [
         ({"a": "gone.safetensors"}, "lacks gone.safetensors, which model.safetensors.index.json names"),
         ({"b": "other.safetensors"}, "other.safetensors lacks b, which"),
+        ({"a": "../other.safetensors"}, r"names \.\./other.safetensors, which is not beside it"),
         (None, "has model.safetensors and an index of other files"),
         ("{", "is no index of weights"),
+        ({"a": "other.safetensors", "c": "third.safetensors"}, "a is in other.safetensors and in third.safetensors"),
     ],
-    ids=["no such file", "not in it", "both", "no JSON"],
+    ids=["no such file", "not in it", "elsewhere", "both", "no JSON", "twice"],
 )
 def test_only_what_the_index_names_is_a_model_and_a_wrong_index_is_named(
     tmp_path: Path, index: dict[str, str] | str | None, what: str
 ) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / "other.safetensors")
+    save_file({"a": torch.ones(3), "c": torch.ones(3)}, tmp_path / "third.safetensors")
     if index is None:
         save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
         index = {"a": "other.safetensors"}

@@ -90,6 +90,8 @@ def test_a_split_is_a_word_of_its_own(tmp_path: Path, names: tuple[str, ...], sp
         (_TWICE, _CARD.replace("config_name: main", "data_dir: x"), "cannot be read: KeyError"),
         (_TWICE, "", "in several configurations, main, socratic; name one, such as dataset = '.*/socratic'"),
         (_TWICE, _CARD, "has the configurations main, socratic; name one, such as dataset = '.*/main'"),
+        (("train-test.jsonl",), "", "train-test.jsonl is named for training and for being held out; rename it"),
+        (("a/val_train.jsonl", "test.jsonl"), "", "a/val_train.jsonl is named for training and for being held out"),
         (("train.jsonl",), "---\nconfigs: [\n---\n", "the head of .*README.md cannot be read"),
     ],
 )
