@@ -24,6 +24,8 @@ from settings.run_file import RunConfig
 from storage.log.claims import next_claim
 from storage.log.entries import Claim, Step
 from tasks.checks.learning_rate import FIRST_STEPS, nothing_moves
+from tasks.checks.precision import precision_text
+from tasks.checks.preflight import about_model
 from tasks.clock import out_of_room
 from tasks.session import RunSession
 from tasks.trainer import EveryClaimRefused
@@ -59,6 +61,7 @@ async def start_trainer(session: RunSession, *, config: RunConfig) -> None:
 async def open_trainer(session: RunSession, config: RunConfig) -> int:
     """How many recorded steps were trained again."""
     path, sends = "trainers.worker:TrainerWorker", config.engine.weight_transfer != "store"
+    logger.info("the trainer computes in %s", await asyncio.to_thread(precision_text, config, about_model(config)))
     opening = session.trainer.open("trainer-0", path, settings=config.train, config=config, sends=sends)
     return int(await opening)
 

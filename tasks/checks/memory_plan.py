@@ -285,7 +285,7 @@ def _trainer(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
     copies = 1 + (train.reference.kind in ("base", "model")) + (train.ema is not None)
     trained = (ADAPTER_SHARE if train.lora is not None else 1) * sizes.parameters
     models = 2 if train.advantage.kind == "gae" else 1
-    width = 2 if train.dtype == "bfloat16" else 4
+    width = 2 if train.computes_in == "bfloat16" else 4
     shards = train.num_ranks / train.num_replicas
     weights = 4 * sizes.parameters * (copies + models - 1) / shards
     moments = 12 * (trained + (models - 1) * sizes.parameters) / shards
@@ -366,7 +366,7 @@ def _changes(config: RunConfig, *, on_gpu: bool) -> list[tuple[str, list[Any]]]:
         ),
         ("train.activation_checkpointing", [True] * (not train.activation_checkpointing)),
         ("train.offload_activations", [True] * (on_gpu and not train.offload_activations)),
-        ("train.dtype", ["bfloat16"] * (train.dtype == "float32")),
+        ("train.dtype", ["bfloat16"] * (train.computes_in == "float32")),
         ("engine.max_model_len", [longest // 2] * (longest > 1024)),
         ("train.offload_optimizer", [True] * (on_gpu and not train.offload_optimizer)),
         ("train.num_ranks", [1] * (not on_gpu and train.num_ranks > 1)),

@@ -44,6 +44,7 @@ from storage.records import Task
 from storage.tracking.trackers import check_trackers
 from tasks.checks.memory_plan import check_memory
 from tasks.checks.playing import errors_of_users
+from tasks.checks.precision import with_precision
 from tasks.checks.reproducible import check_settings
 from tasks.checks.trial import check_repeats, check_tasks, play_tasks
 from trainers.model.fetch import local_folder, own_folder
@@ -60,6 +61,8 @@ _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 class Checked:
     """What a run's file names, loaded once."""
 
+    config: RunConfig
+    """The run's settings, with what they left to this machine decided."""
     workflow: Workflow
     tasks: dict[str, Sequence[Task]]
     """By split."""
@@ -91,6 +94,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
         with errors_of_users(f"{config.workflow}.demonstrations(1, seed=0)", loaded.demonstrations):
             if not loaded.demonstrations(1, seed=0):
                 raise InvalidInput(f"{config.workflow}.demonstrations(1, seed=0) returned no conversation")
+    config = with_precision(config, about_model(config))
     check_lengths(config)
     check_adapters(config)
     check_engine_arguments(config.engine.vllm)
@@ -126,7 +130,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
             f"dataset = {config.dataset!r}: {config.workflow} never reads it; use self.dataset in tasks(), or leave "
             "the key out"
         )
-    return Checked(workflow=loaded, tasks=tasks)
+    return Checked(config=config, workflow=loaded, tasks=tasks)
 
 
 def check_sandbox(config: RunConfig) -> None:
