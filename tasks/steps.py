@@ -24,7 +24,7 @@ from settings.run_file import RunConfig
 from storage.log.claims import next_claim
 from storage.log.entries import Claim, Step
 from tasks.checks.learning_rate import FIRST_STEPS, nothing_moves
-from tasks.checks.precision import precision_text
+from tasks.checks.machine import precision_text
 from tasks.checks.preflight import about_model
 from tasks.clock import out_of_room
 from tasks.session import RunSession

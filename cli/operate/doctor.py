@@ -225,8 +225,8 @@ def check_device(config: RunConfig | None) -> Finding:
     from infra.placement import gpus_of, nodes_to_use
     from storage.policies.model_config import number_bytes
     from tasks.checks.learning_rate import num_parameters
+    from tasks.checks.machine import for_this_machine, precision_text
     from tasks.checks.memory_plan import memory_plan
-    from tasks.checks.precision import precision_text, with_precision
     from tasks.checks.preflight import about_model, check_devices
 
     nodes = nodes_to_use()
@@ -234,7 +234,7 @@ def check_device(config: RunConfig | None) -> Finding:
     if config is None:
         return Finding(f"{where}: {gpus_of(nodes):g} GPUs")
     about = about_model(config)
-    config = with_precision(config, about)
+    config = for_this_machine(config, about)
     check_devices(config)
     plan = [f"{d.name} about {size(d.needed)} of {size(d.total)}" for d in memory_plan(config, about)]
     if not gpus_of(nodes):

@@ -21,8 +21,8 @@ from settings.run_file import RunConfig, default_values
 from storage.log.runs import continues, open_run
 from storage.objects.opening import open_store
 from tasks.checks.learning_rate import SOURCES, num_parameters, usual_learning_rates
+from tasks.checks.machine import precision_text
 from tasks.checks.memory_plan import memory_plan
-from tasks.checks.precision import precision_text
 from tasks.checks.preflight import about_model, check_run, model_positions
 from tasks.checks.space import expected_space
 from tasks.checks.trial import check_references

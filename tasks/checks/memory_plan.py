@@ -43,7 +43,7 @@ _FEWEST_TOKENS = 32768
 """The cache of an engine on a shared GPU holds so many, if there can be as many: with fewer it would crawl."""
 _VLLM_SHARE = 0.92
 """What vLLM takes of a GPU if nothing is set (`gpu_memory_utilization`)."""
-_STATE = ("weights", "gradients and moments")
+STATE = ("weights", "gradients and moments")
 """Parts of a rank that `train.offload_optimizer` moves."""
 _MOST_SEQUENCES, _MOST_BATCHED = 256, 8192
 """vLLM's usual `max_num_seqs` and `max_num_batched_tokens`."""
@@ -305,7 +305,7 @@ def _trainer(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
         "libraries": _OVERHEAD[kind]["trainer"],
     }
     if train.offload_optimizer and kind == "GPU":
-        parts |= dict.fromkeys(_STATE, 0)
+        parts |= dict.fromkeys(STATE, 0)
     if train.offload_activations and kind == "GPU":
         parts["activations"] = tokens * _kept_per_token(sizes, width)  # of the layer that is computed
     return Demand(process="trainer", parts={name: int(value) for name, value in parts.items()})
@@ -313,7 +313,7 @@ def _trainer(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
 
 def _offloaded(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
     """What a rank on a GPU keeps in the machine's memory."""
-    names = [*_STATE] * config.train.offload_optimizer + ["activations"] * config.train.offload_activations
+    names = [*STATE] * config.train.offload_optimizer + ["activations"] * config.train.offload_activations
     train = config.train.model_copy(update={"offload_optimizer": False, "offload_activations": False})
     parts = _trainer(config.model_copy(update={"train": train}), sizes, "GPU").parts
     return Demand(process="offloaded", parts={name: parts[name] for name in names})

@@ -42,9 +42,9 @@ from storage.objects.opening import open_store, probe
 from storage.policies.model_config import EXPERTS, model_config, num_positions
 from storage.records import Task
 from storage.tracking.trackers import check_trackers
+from tasks.checks.machine import for_this_machine
 from tasks.checks.memory_plan import check_memory
 from tasks.checks.playing import errors_of_users
-from tasks.checks.precision import with_precision
 from tasks.checks.reproducible import check_settings
 from tasks.checks.trial import check_repeats, check_tasks, play_tasks
 from trainers.model.fetch import local_folder, own_folder
@@ -94,7 +94,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
         with errors_of_users(f"{config.workflow}.demonstrations(1, seed=0)", loaded.demonstrations):
             if not loaded.demonstrations(1, seed=0):
                 raise InvalidInput(f"{config.workflow}.demonstrations(1, seed=0) returned no conversation")
-    config = with_precision(config, about_model(config))
+    config = for_this_machine(config, about_model(config))
     check_lengths(config)
     check_adapters(config)
     check_engine_arguments(config.engine.vllm)

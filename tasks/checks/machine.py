@@ -1,12 +1,13 @@
-"""In which type the trainer computes, if the run file leaves it to the machine.
+"""What a run file leaves to the machine: the type that the trainer computes in, and how much it computes at a time.
 
-In: a run's settings. Out: the type, and why; the settings with it, which the run records.
+In: a run's settings. Out: the settings with both, which the run records; which type, and why.
 
     a run that exists ─▶ what it recorded
     GPUs, or weights in float32 ─▶ float32
     CPUs, and weights in bfloat16 ─▶ has the processor such products? ─▶ are they faster? ─▶ bfloat16
+    CPUs, and a pack whose activations take more than the model does ─▶ half of it, and half again
 
-Whether they are faster is tried once per machine and shape, in a process of its own, and kept in the state folder.
+Whether products are faster is tried once per machine and shape, in a process of its own, and kept in the state folder.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ from storage.log.runs import open_run, run_config
 from storage.objects.digests import sha256_of_json
 from storage.objects.opening import open_store
 from storage.policies.model_config import stored_dtype
+from tasks.checks.memory_plan import STATE, memory_plan
 
 Dtype = Literal["float32", "bfloat16"]
 
 PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")
 """What Linux calls a processor's products in bfloat16, on x86 and on ARM."""
+FEWEST_TOKENS, SMALL_PACK, STATE_SHARE = 512, 2**30, 0.5
+"""Of a pack: tokens that it keeps in any case; bytes of activations, and their share of weights, gradients and moments,
+up to which a pack is not divided. More of them at a time would save a few hundredths of the time."""
 WORTH = 1.1
 """How many times as fast they have to be: rounding costs something too."""
 _CPU = Path("/proc/cpuinfo")
@@ -50,13 +55,18 @@ class Precision(NamedTuple):
     reason: str
 
 
-def with_precision(config: RunConfig, about: Mapping[str, Any]) -> RunConfig:
-    """The settings with `train.dtype` decided, if it is `auto`: as the run has recorded it, else for this machine.
-    `about` is the model's `config.json`."""
-    if config.train.dtype != "auto":
-        return config
-    dtype = _recorded(config) or best_precision(config, about).dtype
-    return config.model_copy(update={"train": config.train.model_copy(update={"dtype": dtype})})
+def for_this_machine(config: RunConfig, about: Mapping[str, Any]) -> RunConfig:
+    """The settings with `train.dtype` decided, if it is `auto`, and `train.tokens_per_microbatch`, if it is not set: as
+    the run has recorded them, else for this machine. `about` is the model's `config.json`."""
+    train, recorded = config.train, _recorded(config)
+    if train.dtype == "auto":
+        dtype = recorded["dtype"] if recorded else best_precision(config, about).dtype
+        train = train.model_copy(update={"dtype": dtype})
+    config = config.model_copy(update={"train": train})
+    if "tokens_per_microbatch" not in train.model_fields_set:
+        tokens = recorded.get("tokens_per_microbatch") or _tokens_at_a_time(config, about)
+        config = _with_tokens(config, tokens)
+    return config
 
 
 def best_precision(config: RunConfig, about: Mapping[str, Any]) -> Precision:
@@ -117,11 +127,26 @@ def trial_seconds(name: str, has: list[str], about: Mapping[str, Any]) -> dict[s
     return {}
 
 
-def _recorded(config: RunConfig) -> Dtype | None:
-    """Of a run that exists; runs from before there was a choice computed in float32."""
+def _tokens_at_a_time(config: RunConfig, about: Mapping[str, Any]) -> int:
+    """Tokens of a pack: the default, or a part of it on CPUs, where their activations would be most of the memory."""
+    tokens, longest = config.train.tokens_per_microbatch, config.engine.max_model_len / config.train.sequence_parallel
+    while tokens // 2 >= max(FEWEST_TOKENS, longest):
+        devices = memory_plan(_with_tokens(config, tokens), about)
+        ranks = [demand.parts for d in devices if not d.is_gpu for demand in d.demands if demand.process == "trainer"]
+        if not ranks or ranks[0]["activations"] <= max(SMALL_PACK, STATE_SHARE * sum(ranks[0][name] for name in STATE)):
+            break
+        tokens //= 2
+    return tokens
+
+
+def _with_tokens(config: RunConfig, tokens: int) -> RunConfig:
+    return config.model_copy(update={"train": config.train.model_copy(update={"tokens_per_microbatch": tokens})})
+
+
+def _recorded(config: RunConfig) -> dict[str, Any]:
+    """The table `train` of a run that exists; empty if there is none. The oldest runs recorded none of both."""
     with contextlib.suppress(InvalidInput):
         store = open_store(store_uri(config.store))
         if store.exists(f"runs/{config.run}/run.json"):
-            recorded: Dtype = run_config(open_run(store, config.run)).get("train", {}).get("dtype", "float32")
-            return recorded
-    return None
+            return {"dtype": "float32", **run_config(open_run(store, config.run)).get("train", {})}
+    return {}

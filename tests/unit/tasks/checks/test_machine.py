@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from settings.run_file import RunConfig, default_values
+from settings.run_file import RunConfig, default_values, make_config
 from storage.log.runs import continues, create_run
 from storage.objects.object_store import LocalStore
-from tasks.checks import precision
-from tasks.checks.precision import best_precision, precision_text, trial_seconds, with_precision
+from tasks.checks import machine as module
+from tasks.checks.machine import best_precision, for_this_machine, precision_text, trial_seconds
 from tests.builders import a_config
 
 STORED = {"dtype": "bfloat16", "hidden_size": 64, "intermediate_size": 128}
@@ -25,26 +25,26 @@ Machine = Callable[..., list[str]]
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """Pretend to be a processor with these flags, on which bfloat16 is so many times as fast; returns its trials."""
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(precision, "gpus_of", lambda nodes: 0.0)
+    monkeypatch.setattr(module, "gpus_of", lambda nodes: 0.0)
 
     def become(flags: str, *, times: float = 1.0) -> list[str]:
         trials: list[str] = []
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: Chip {flags}\nflags\t\t: fpu {flags} sse\n")
-        monkeypatch.setattr(precision, "_CPU", tmp_path / "cpuinfo")
+        monkeypatch.setattr(module, "_CPU", tmp_path / "cpuinfo")
 
         def run(command: list[str], **_: Any) -> Any:
             trials.append(" ".join(command[-2:]))
             out = f'{{"float32": {times}, "bfloat16": 1.0}}'
             return type("Done", (), {"stdout": out})
 
-        monkeypatch.setattr(precision.subprocess, "run", run)
+        monkeypatch.setattr(module.subprocess, "run", run)
         return trials
 
     return become
 
 
 def _dtype(config: RunConfig, about: dict[str, Any] = STORED) -> str:
-    return with_precision(config, about).train.dtype
+    return for_this_machine(config, about).train.dtype
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_processor_and_a_trial_decide(machine: Machine, flags: str, times: f
     trials = machine(flags, times=times)
     assert _dtype(a_config()) == _dtype(a_config()) == dtype
     assert len(trials) == ("bf16" in flags) and set(trials) <= {"128 64"}, "once per machine, of the model's shape"
-    text = precision_text(with_precision(a_config(), STORED), STORED)
+    text = precision_text(for_this_machine(a_config(), STORED), STORED)
     assert text.startswith(f"{dtype}: ")
     assert re.search(reason, text)
 
@@ -70,17 +70,17 @@ def test_a_model_in_float32_a_gpu_and_an_unknown_cluster_are_float32(
 ) -> None:
     trials = machine("amx_bf16", times=9.0)
     assert _dtype(a_config(), {"dtype": "float32"}) == _dtype(a_config(), {}) == "float32"
-    monkeypatch.setattr(precision, "gpus_of", lambda nodes: 1.0)
+    monkeypatch.setattr(module, "gpus_of", lambda nodes: 1.0)
     assert _dtype(a_config()) == "float32" and _dtype(a_config(train={"device": "cpu"})) == "bfloat16"
-    monkeypatch.setattr(precision, "gpus_of", lambda nodes: 0.0)
-    monkeypatch.setattr(precision, "nodes_to_use", list)
+    monkeypatch.setattr(module, "gpus_of", lambda nodes: 0.0)
+    monkeypatch.setattr(module, "nodes_to_use", list)
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
     assert _dtype(a_config()) == "float32" and len(trials) == 1
 
 
 def test_what_the_run_file_says_counts_and_the_start_says_what_would_be_chosen(machine: Machine) -> None:
     machine("amx_bf16", times=3.0)
-    config = with_precision(a_config(train={"dtype": "float32"}), STORED)
+    config = for_this_machine(a_config(train={"dtype": "float32"}), STORED)
     assert config.train.dtype == "float32"
     assert precision_text(config, STORED).startswith("float32, by train.dtype or the run's record; here bfloat16 would")
 
@@ -95,7 +95,7 @@ def test_a_run_keeps_the_type_it_began_with_on_every_machine(
         del document["train"]["dtype"]
     log = create_run(store, "run", document)
     machine("amx_bf16" if kept == "float32" else "avx2", times=9.0)
-    config = with_precision(a_config(run="run", store=str(store.root)), STORED)
+    config = for_this_machine(a_config(run="run", store=str(store.root)), STORED)
     assert config.train.dtype == kept
     now = config.model_dump(mode="json")
     assert continues(log, now, defaults=default_values(now))
@@ -103,7 +103,7 @@ def test_a_run_keeps_the_type_it_began_with_on_every_machine(
 
 def test_a_trial_that_fails_leaves_float32(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine("amx_bf16")
-    monkeypatch.setattr(precision.subprocess, "run", lambda *_, **__: type("Done", (), {"stdout": "no numbers"}))
+    monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: type("Done", (), {"stdout": "no numbers"}))
     assert best_precision(a_config(), STORED).reason.startswith("products in bfloat16 could not be tried on Chip")
 
 
@@ -112,3 +112,44 @@ def test_the_trial_times_products_in_both_types(monkeypatch: pytest.MonkeyPatch,
     seconds = trial_seconds("chip", ["flag"], {"hidden_size": 576, "intermediate_size": 1536})
     assert seconds.keys() == {"float32", "bfloat16"} and all(0 < each < 0.5 for each in seconds.values())
     assert trial_seconds("chip", ["flag"], {"hidden_size": 576, "intermediate_size": 1536}) == seconds, "kept"
+
+
+SMOLLM2 = {"dtype": "bfloat16", "hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536}
+SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "longest", "own", "tokens"),
+    [
+        (135 * 10**6, 128, {}, 1024),
+        (135 * 10**6, 2048, {}, 2048),  # a sequence is never cut
+        (135 * 10**6, 128, {"tokens_per_microbatch": 8192}, 8192),
+        (8 * 10**9, 128, {}, 4096),  # its activations are little beside its weights
+    ],
+)
+def test_a_pack_on_cpus_is_smaller_where_its_activations_would_be_most_of_the_memory(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    parameters: int,
+    longest: int,
+    own: dict[str, int],
+    tokens: int,
+) -> None:
+    machine("avx512_bf16", times=2.0)
+    monkeypatch.setattr("tasks.checks.memory_plan.num_parameters", lambda config: parameters)
+    monkeypatch.setattr("tasks.checks.memory_plan.gpu_memory", list)
+    config = a_config(engine={"max_model_len": longest}, sampling={"max_tokens": 48}, train=own)
+    decided = for_this_machine(config, SMOLLM2)
+    assert decided.train.tokens_per_microbatch == tokens
+    assert for_this_machine(decided, SMOLLM2) == decided
+    assert make_config(decided.model_dump(mode="json"), source="run") == decided, "a run file could say so"
+
+
+def test_a_run_keeps_the_packs_it_began_with(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine("avx512_bf16", times=2.0)
+    monkeypatch.setattr("tasks.checks.memory_plan.num_parameters", lambda config: 135 * 10**6)
+    config = a_config(
+        run="run", store=str(tmp_path / "store"), engine={"max_model_len": 128}, sampling={"max_tokens": 9}
+    )
+    create_run(LocalStore(tmp_path / "store"), "run", config.model_dump(mode="json"))  # as earlier versions had it
+    assert for_this_machine(config, SMOLLM2).train.tokens_per_microbatch == 4096
