@@ -10,8 +10,8 @@ Running requests, by mode:
     abort  are ended by vLLM; `generate` continues each as a new request, from its prompt and the tokens it has.
 vLLM stamps every finished output with the versions of its tokens.
 
-With adapters (LoRA) the base weights stay, and `load_policy` changes the content of the one adapter slot:
-`vllm_lora.py`.
+With adapters (LoRA) the base weights stay, and `load_policy` changes the content of the one adapter slot; on CPUs each
+adapter is merged with the base as it is loaded: `vllm_lora.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from infra.weight_broadcast import Broadcast
 from rollouts.engines.batch_probe import check_batches
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, Until, UpdateMode, WeightUpdate
 from rollouts.engines.vllm_core import CoreStart, for_model, in_every_batch
-from rollouts.engines.vllm_lora import adapter_arguments, check_applied, slot_request
+from rollouts.engines.vllm_lora import adapter_arguments, check_applied, merges, slot_request
 from rollouts.engines.vllm_requests import Draws, end_token_ids, sampling_parameters, with_draws
 from rollouts.engines.vllm_worker import results
 from settings.errors import InvalidInput
@@ -86,6 +86,7 @@ class VllmEngine:
         """
         assert (lora_rank > 0) == (base_folder is not None)
         self._base_folder = base_folder
+        self._has_slot = base_folder is not None and not merges(arguments, base_folder)
         self._ends_process = ends_process
         self._reproducible = reproducible
         self.proof = ""
@@ -97,7 +98,7 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
             "disable_log_stats": True,
             "worker_extension_cls": "rollouts.engines.vllm_worker.ReloadExtension",
-            **(adapter_arguments(lora_rank) if lora_rank else {}),
+            **(adapter_arguments(lora_rank) if self._has_slot else {}),
             **arguments,
             **(in_every_batch() if reproducible else {}),
         }
@@ -120,7 +121,7 @@ class VllmEngine:
         self._checksums: dict[str, str] = {}
         """Weights digest → the engine's checksum of them."""
         self._slot: Any = None
-        """The adapter slot that every request names; None if whole weights are served."""
+        """The adapter slot that every request names; None if whole weights are served, or merged ones."""
         self._adapters: dict[int, str] = {}
         """Version → weights digest of the adapter that vLLM's workers read."""
         self._update = asyncio.Lock()
@@ -140,23 +141,24 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         model = self._base_folder or folder
-        self._as_input = tokens_input  # imported once: a lookup in vLLM's package takes as long as all else here
-        self._refusal = VLLMClientError
+        # Imported once: a lookup in vLLM's package takes as long as all else that uses it.
+        self._as_input, self._refusal = tokens_input, VLLMClientError
         self._stop_ids = list(dict.fromkeys([*end_token_ids(model), *stop_ids]))
-        self._served = _weights_in(folder, version)
+        self._served = _weights_in(model, version)
         arguments = for_model(self._arguments, model)
         with self._core.starting():
             self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
         self._draws = (await self.llm.collective_rpc("own_draws"))[0]
         enable_envs_cache()  # as the core does; otherwise every request looks up some variables, slowly
-        if self._base_folder is not None:
+        if self._has_slot:
             self._slot = slot_request()
             await check_applied(self.llm)
         else:
             self._checksums[self._served.digest] = await self._read_checksum()
         if self._reproducible:
             results(await self.llm.collective_rpc("fix_order"))
-        checksum = await self._install(self._served)  # reloads the same weights: the checksum must not change
+        checksum = await self._install(policy := _weights_in(folder, version))  # of the same weights the same checksum
+        self._served = policy
         if self._reproducible:
             longest = self._arguments["max_model_len"]
             self.proof = await check_batches(self.generate, self._layers_of, max_model_len=longest)
@@ -350,30 +352,33 @@ class VllmEngine:
             os._exit(1)
 
     async def _reload(self, weights: _Weights, broadcast: Broadcast | None = None) -> str:
-        """Load whole weights, by broadcast or from their folder; returns the checksum."""
-        if broadcast is None:
-            folder = await asyncio.to_thread(weights.fetch)
-            results(await self._call(self.llm.collective_rpc("reload_policy", args=(str(folder),))))
+        """Load whole weights, by broadcast or from their folder, or merge an adapter; returns the checksum."""
+        if broadcast is not None:
+            results(await self._call(self.llm.collective_rpc("receive_policy", args=(dataclasses.asdict(broadcast),))))
+        elif has_adapter(folder := await asyncio.to_thread(weights.fetch)):
+            folders = (str(self._base_folder), str(folder))
+            files = results(await self._call(self.llm.collective_rpc("merge_policy", args=folders)))
+            self._note_adapter(weights, folder, files)
         else:
-            fields = dataclasses.asdict(broadcast)
-            results(await self._call(self.llm.collective_rpc("receive_policy", args=(fields,))))
+            results(await self._call(self.llm.collective_rpc("reload_policy", args=(str(folder),))))
         return await self._read_checksum()
 
     async def _fill_slot(self, weights: _Weights) -> str:
-        """Change the adapter; the workers compare it with its file. Returns a digest of all weights in use.
-
-        Raises `EngineError` if a worker read another file than the policy's seal describes.
-        """
+        """Change the adapter; the workers compare it with its file. Returns a digest of all weights in use."""
         path = await asyncio.to_thread(weights.fetch)
         adapted = has_adapter(path)
         folder = str(path) if adapted else ""
         digests = results(await self._call(self.llm.collective_rpc("load_adapter", args=(folder,))))
-        for sha256, _ in digests if adapted else []:
+        if adapted:
+            self._note_adapter(weights, path, [sha256 for sha256, _ in digests])
+        return sha256_of_json([await self._read_checksum(), [slot for _, slot in digests]])
+
+    def _note_adapter(self, weights: _Weights, path: Path, files: list[str]) -> None:
+        """Raises `EngineError` if a worker read another file than the policy's seal describes."""
+        for sha256 in files:
             if (read := sha256_of_json({ADAPTER_WEIGHTS: sha256})) != weights.digest:
                 raise EngineError(f"the engine read adapter {read[:12]} in {path}, not {weights.digest[:12]}")
-        if adapted:
-            self._adapters[weights.version] = weights.digest
-        return sha256_of_json([await self._read_checksum(), [slot for _, slot in digests]])
+        self._adapters[weights.version] = weights.digest
 
     async def _layers_of(self, request_id: str) -> list[tuple[int, str, str]]:
         """What the first worker has computed for a request, see `LayerWatch`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import logging
 import math
 import os
@@ -49,7 +50,7 @@ from tasks.checks.reproducible import check_settings
 from tasks.checks.trial import check_repeats, check_tasks, play_tasks
 from trainers.model.fetch import local_folder, own_folder
 from trainers.model.kinds import team_refusal
-from trainers.model.weight_index import check_model_folder
+from trainers.model.weight_index import check_kind, check_model_folder
 
 logger = logging.getLogger("millrace.preflight")
 
@@ -304,8 +305,8 @@ def model_positions(config: RunConfig) -> int | None:
 
 
 def check_model(model: str, *, trains_weights: bool = False) -> None:
-    """Raise `InvalidInput` or `NotFound` unless `model` is a whole model folder, or the hub, or its cache, has it; if
-    `trains_weights`, one that is not quantised."""
+    """Raise `InvalidInput` or `NotFound` unless `model` is a whole model folder, or the hub, or its cache, has it, of a
+    kind that can be trained; if `trains_weights`, one that is not quantised."""
     with path_errors(f"model = {model!r}"):
         if (folder := own_folder(model)) is not None:
             try:
@@ -316,5 +317,12 @@ def check_model(model: str, *, trains_weights: bool = False) -> None:
         raise InvalidInput(
             f"model = {model!r}: no such folder or GGUF file, and not a Hugging Face id like Qwen/Qwen2.5-0.5B-Instruct"
         )
-    if local_folder(model) is None:
-        check_on_hub(model, "model")
+    if (folder := local_folder(model)) is None:
+        about = check_on_hub(model, "model")
+    else:
+        about = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+    if about:  # else the hub, or a part of it here, does not say
+        try:
+            check_kind(about, trains_weights=trains_weights)
+        except InvalidInput as error:
+            raise InvalidInput(f"model = {model!r}: {error}") from error

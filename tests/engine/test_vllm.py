@@ -46,7 +46,7 @@ def _run_checks(module: str, base: Path, scratch: Path, **environment: str) -> s
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("module", ["check_engine", "check_lora"])
+@pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_merged"])
 def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path, module: str) -> None:
     _run_checks(module, base_model, tmp_path)
 
