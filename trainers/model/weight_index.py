@@ -54,8 +54,8 @@ def check_model_folder(folder: Path, *, trains_weights: bool = False) -> None:
 
 
 def check_kind(config: dict[str, Any], *, trains_weights: bool) -> None:
-    """Raise `InvalidInput` for a `config.json` of an architecture that cannot be trained, or that needs code of its own;
-    and, if all weights are to be trained, of quantised ones."""
+    """Raise `InvalidInput` for a `config.json` of an architecture that cannot be trained, or that needs code of its
+    own; and, if all weights are to be trained, of quantised ones."""
     if reason := refusal(config):
         raise InvalidInput(f"{reason}; docs/models.md lists what can be trained")
     quantised = (config.get("quantization_config") or {}).get("quant_method")
