@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from infra.weight_broadcast import Broadcast
-from rollouts.engines.batch_probe import check_batches
+from rollouts.engines.batch_probe import check_batches, check_drafts
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, Until, UpdateMode, WeightUpdate
 from rollouts.engines.vllm_core import CoreStart, for_model, in_every_batch
 from rollouts.engines.vllm_lora import adapter_arguments, check_applied, merges, slot_request
-from rollouts.engines.vllm_requests import Draws, end_token_ids, sampling_parameters, with_draws
+from rollouts.engines.vllm_requests import Draws, end_token_ids, prompt_logprobs, sampling_parameters, with_draws
 from rollouts.engines.vllm_worker import results
 from settings.errors import InvalidInput
 from storage.objects.digests import read_seal, sha256_of_json
@@ -103,8 +103,7 @@ class VllmEngine:
             **(in_every_batch() if reproducible else {}),
         }
         if self._arguments.get("enforce_eager"):
-            # Otherwise the sampler has one compiled function: the first replies would wait for the compiler, and so
-            # would others when a batch has a new shape. The core inherits the environment.
+            # Else the sampler is compiled for each new shape of a batch, and replies wait. The core inherits this.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         self._core = CoreStart(self._arguments)
         self.update_mode: UpdateMode = update_mode
@@ -162,6 +161,8 @@ class VllmEngine:
         if self._reproducible:
             longest = self._arguments["max_model_len"]
             self.proof = await check_batches(self.generate, self._layers_of, max_model_len=longest)
+        if self._arguments.get("speculative_config"):
+            await check_drafts(self.generate, lambda ids, name: prompt_logprobs(self.llm, ids, name), arguments, model)
         self.llm.output_handler.add_done_callback(lambda _: self._end_with_core())
         return checksum
 
@@ -366,10 +367,9 @@ class VllmEngine:
     async def _fill_slot(self, weights: _Weights) -> str:
         """Change the adapter; the workers compare it with its file. Returns a digest of all weights in use."""
         path = await asyncio.to_thread(weights.fetch)
-        adapted = has_adapter(path)
-        folder = str(path) if adapted else ""
+        folder = str(path) if has_adapter(path) else ""
         digests = results(await self._call(self.llm.collective_rpc("load_adapter", args=(folder,))))
-        if adapted:
+        if folder:
             self._note_adapter(weights, path, [sha256 for sha256, _ in digests])
         return sha256_of_json([await self._read_checksum(), [slot for _, slot in digests]])
 

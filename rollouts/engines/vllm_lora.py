@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollouts.engines.engine import EngineError, checked_logprobs
+from rollouts.engines.engine import EngineError
 from rollouts.engines.vllm_core import is_cpu_build
+from rollouts.engines.vllm_requests import prompt_logprobs
 from rollouts.engines.vllm_worker import ReloadExtension, answering, results
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_file
@@ -83,17 +85,7 @@ async def check_applied(llm: Any) -> None:
 
 async def _logprobs(llm: Any, adapter: Any) -> list[float]:
     """Logprobs of a few fixed tokens."""
-    from vllm import SamplingParams, TokensPrompt
-
-    parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    name = f"adapter-check-{hashlib.sha256(str(id(parameters)).encode()).hexdigest()[:8]}"
-    final = None
-    async for output in llm.generate(TokensPrompt(prompt_token_ids=_PROMPT), parameters, name, lora_request=adapter):
-        final = output
-    assert final is not None
-    positions = final.prompt_logprobs[1:]  # the first token has no logprob
-    # Checked, because a comparison with NaN would always pass.
-    return checked_logprobs([float(at[token].logprob) for at, token in zip(positions, _PROMPT[1:], strict=True)])
+    return await prompt_logprobs(llm, _PROMPT, f"adapter-check-{uuid.uuid4().hex[:8]}", lora_request=adapter)
 
 
 class AdapterExtension(ReloadExtension):

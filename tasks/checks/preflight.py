@@ -26,7 +26,7 @@ from infra.placement import check_shares, gpus_of, nodes_to_use
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_parser
 from rollouts.engines.vllm_core import is_cpu_build
-from rollouts.production.engine_choice import check_engine_arguments
+from rollouts.production.engine_choice import check_cpu_engine, check_engine_arguments
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
 from rollouts.workflow import Workflow, place_of
@@ -99,6 +99,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     check_lengths(config)
     check_adapters(config)
     check_engine_arguments(config.engine.vllm)
+    check_cpu_engine(config.engine.vllm)
     check_devices(config)
     if config.reproducible:
         check_settings(config, on_gpus=config.train.device != "cpu" and bool(gpus_of(nodes_to_use())))

@@ -71,6 +71,11 @@ def test_bits_do_not_depend_on_the_batch_of_a_reproducible_engine(tmp_path: Path
     assert wide == _run_checks("check_reproducible", base, tmp_path, DTYPE=dtype, LIMITS="narrow")
 
 
+def test_engines_that_compute_otherwise_are_measured_or_refused(tmp_path: Path) -> None:
+    base = a_base_model(tmp_path / "base", hidden_size=256)  # vLLM quantises no narrow layers
+    _run_checks("check_precision", base, tmp_path)
+
+
 @pytest.mark.slow
 def test_the_probe_names_a_layer_of_an_engine_left_alone(tmp_path: Path) -> None:
     base = a_base_model(tmp_path / "base", hidden_size=256)
