@@ -15,12 +15,14 @@ In: an engine. Out: a digest of the numbers, or the name of what differs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollouts.engines.engine import Generation
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_json
+from storage.policies.model_config import model_config, number_bytes
 from storage.records import Sampling
 
 _LENGTHS = (3, 40, 150)
@@ -74,13 +76,12 @@ async def check_batches(generate: Generate, layers_of: LayersOf, *, max_model_le
     return sha256_of_json(computed)
 
 
-async def check_drafts(generate: Generate, replayed: Replayed, *, max_model_len: int, most: float) -> None:
-    """Raise `InvalidInput` if the log-probabilities of sampled tokens are further than `most`, in nats per token, from
-    what the engine gives the same tokens in a prompt."""
-    length = min(_LENGTHS[1], max_model_len // 2)
-    prompts = [
-        _prompt(number, length) for number in range(_DRAFTED)
-    ]  # each repeats itself: there is something to draft
+async def check_drafts(generate: Generate, replayed: Replayed, arguments: Mapping[str, Any], model: Path) -> None:
+    """Raise `InvalidInput` if the log-probabilities of sampled tokens are further from what the engine gives the same
+    tokens in a prompt than rounding makes them. `arguments` are those of vLLM."""
+    most = ROUNDING[number_bytes(arguments, model_config(model))]
+    length = min(_LENGTHS[1], arguments["max_model_len"] // 2)
+    prompts = [_prompt(number, length) for number in range(_DRAFTED)]  # they repeat themselves, which can be drafted
     replies = await asyncio.gather(
         *(
             generate(prompt, sampling=Sampling(max_tokens=length - 2, seed=number), request_id=f"draft{number}")

@@ -27,9 +27,7 @@ QUANTISED_ON_CPUS = "fp8_per_channel"
 """What vLLM's CPU build makes of weights that are not quantised, at each load."""
 _KERNEL = "vLLM says 'Failed to find a kernel that can implement' it"
 _NOT_ON_CPUS = {
-    **dict.fromkeys(
-        ["fp8", "fp8_per_tensor"], "vLLM's build for CPUs lacks static_scaled_fp8_quant, with which it does so"
-    ),
+    **dict.fromkeys(["fp8", "fp8_per_tensor"], "vLLM's own static_scaled_fp8_quant is not in its build for CPUs"),
     **dict.fromkeys(["fp8_per_block", "mxfp8"], _KERNEL),
     **dict.fromkeys(["int8_per_channel_weight_only", "experts_int8"], "it quantises no layer but experts"),
 }

@@ -95,11 +95,11 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
         with errors_of_users(f"{config.workflow}.demonstrations(1, seed=0)", loaded.demonstrations):
             if not loaded.demonstrations(1, seed=0):
                 raise InvalidInput(f"{config.workflow}.demonstrations(1, seed=0) returned no conversation")
-    config = for_this_machine(config, about_model(config))
     check_lengths(config)
     check_adapters(config)
     check_engine_arguments(config.engine.vllm)
     check_cpu_engine(config.engine.vllm)
+    config = for_this_machine(config, about_model(config))
     check_devices(config)
     if config.reproducible:
         check_settings(config, on_gpus=config.train.device != "cpu" and bool(gpus_of(nodes_to_use())))
