@@ -10,8 +10,7 @@ Running requests, by mode:
     abort  are ended by vLLM; `generate` continues each as a new request, from its prompt and the tokens it has.
 vLLM stamps every finished output with the versions of its tokens.
 
-With adapters (LoRA) the base weights stay, and `load_policy` changes the content of the one adapter slot; on CPUs each
-adapter is merged with the base as it is loaded: `vllm_lora.py`.
+With adapters (LoRA) `load_policy` fills the one adapter slot, or on CPUs merges each with the base: `vllm_lora.py`.
 """
 
 from __future__ import annotations
@@ -360,6 +359,7 @@ class VllmEngine:
             folders = (str(self._base_folder), str(folder))
             files = results(await self._call(self.llm.collective_rpc("merge_policy", args=folders)))
             self._note_adapter(weights, folder, files)
+            return sha256_of_json([await self._read_checksum(), files])  # which is without packed matrices on CPUs
         else:
             results(await self._call(self.llm.collective_rpc("reload_policy", args=(str(folder),))))
         return await self._read_checksum()
