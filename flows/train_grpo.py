@@ -92,7 +92,8 @@ async def train_grpo(
         **dict(learning_rate=learning_rate, seed=seed, reproducible=reproducible),
     }
     config = make_config(absolute_paths(document, Path.cwd()), source="flow parameters")
-    tasks = (CHECKED.get() or check_run(config, adopt_tasks=adopt_tasks)).tasks
+    checked = CHECKED.get() or check_run(config, adopt_tasks=adopt_tasks)
+    config, tasks = checked.config, checked.tasks
     async with in_flow_run(training_session(config, tasks=tasks, adopt_tasks=adopt_tasks)) as session:
         async with listening(session):
             await resumed(session)  # one that was paused stays so, without an engine

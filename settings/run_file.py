@@ -269,9 +269,11 @@ def default_values(like: dict[str, Any] | None = None) -> dict[str, Any]:
     """The default of every key, under the kinds and the preset of `like`. What a run does not say, because it is from
     before the key existed, was this."""
     try:
-        return make_config({"workflow": "", **_kinds(like or {})}, source="defaults").model_dump(mode="json")
+        values = make_config({"workflow": "", **_kinds(like or {})}, source="defaults")
     except ConfigError:  # a kind with something that must be set
-        return RunConfig(workflow="").model_dump(mode="json")
+        values = RunConfig(workflow="")
+    train = values.train.model_copy(update={"dtype": values.train.computes_in})  # before there was `auto`
+    return values.model_copy(update={"train": train}).model_dump(mode="json")
 
 
 def changed_settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from settings.presets import Preset, conventions_for, with_preset
 StalePolicy = Literal["strict", "mask", "correct"]
 
 SUSPICIOUS_GAPS = {"float32": 0.05, "bfloat16": 0.15}
-"""Gap between engine and trainer of which a run warns, in nats per token, by `train.dtype`. Rounding makes 0.03 to 0.06
-of SmolLM2-135M in bfloat16, and 1e-5 of it in float32."""
+"""Gap between engine and trainer of which a run warns, in nats per token, by `TrainSettings.computes_in`. Rounding
+makes 0.03 to 0.06 of SmolLM2-135M in bfloat16, and 1e-5 of it in float32."""
 
 
 class CriticSettings(Block):
@@ -120,7 +120,9 @@ class TrainSettings(Block):
     which the shard is quarantined before it trains anything."""
     tokens_per_microbatch: int = Field(default=4096, ge=16)
     """Tokens of the attempts in one forward pass of a rank, of which those that an attempt shares with the one before
-    it in its group count a quarter; bounds memory, changes nothing else."""
+    it in its group count a quarter; bounds memory, changes nothing else. If it is not set, on CPUs half of the default
+    or a quarter, down to the longest sequence, as long as activations take more than half of what weights, gradients
+    and moments do."""
     balance: Literal["tokens", "flops"] = "tokens"
     """What ranks get evenly: tokens, or arithmetic, in which a token of a long row counts more for its attention, and
     packs of about as much of it then run at the same time. The last digits depend on it."""
@@ -132,8 +134,9 @@ class TrainSettings(Block):
     num_replicas: int = Field(default=1, ge=1)
     """Copies of the sharded model (HSDP), for many nodes: layers are gathered within a copy, and only gradients are
     added up over all. It divides `num_ranks`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Parameter type during forward and backward; the optimizer keeps float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Parameter type during forward and backward; the optimizer keeps float32 weights and moments. `auto`: bfloat16 on
+    CPUs that multiply in it faster, for a model that is stored in it, else float32; a run keeps what it began with."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, a third more time."""
     offload_optimizer: bool = False
@@ -221,6 +224,11 @@ class TrainSettings(Block):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def computes_in(self) -> Literal["float32", "bfloat16"]:
+        """`dtype`; float32 if nothing has decided, as for a run from before there was `auto`."""
+        return "float32" if self.dtype == "auto" else self.dtype
 
     @property
     def longest_pack(self) -> int:

@@ -25,6 +25,8 @@ from storage.log.claims import has_sampled_all, next_claim
 from storage.log.entries import Claim, Step
 from storage.log.run_state import RunState
 from tasks.checks.learning_rate import FIRST_STEPS, nothing_moves
+from tasks.checks.machine import precision_text
+from tasks.checks.preflight import about_model
 from tasks.clock import out_of_room
 from tasks.session import RunSession
 from tasks.trainer import EveryClaimRefused
@@ -60,6 +62,7 @@ async def start_trainer(session: RunSession, *, config: RunConfig) -> None:
 async def open_trainer(session: RunSession, config: RunConfig) -> int:
     """How many recorded steps were trained again."""
     path, sends = "trainers.worker:TrainerWorker", config.engine.weight_transfer != "store"
+    logger.info("the trainer computes in %s", await asyncio.to_thread(precision_text, config, about_model(config)))
     async with session.device.opening():
         opening = session.trainer.open("trainer-0", path, settings=config.train, config=config, sends=sends)
         return int(await opening)

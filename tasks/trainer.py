@@ -48,7 +48,7 @@ class TrainerHandle:
     async def open(self, name: str, path: str, *, settings: TrainSettings, **arguments: Any) -> Any:
         """Host an object of `path` on `train.num_ranks` processes of `train.num_threads`, and open it there."""
         self.is_open = False
-        self._suspicious_gap = SUSPICIOUS_GAPS[settings.dtype]
+        self._suspicious_gap = SUSPICIOUS_GAPS[settings.computes_in]
         num_gpus = 0.0 if settings.device == "cpu" else self._cluster.gpus_per_worker
         self._hosted = await self._cluster.host_group(name, path, num_ranks=settings.num_ranks, num_gpus=num_gpus)
         if settings.num_threads:

@@ -57,7 +57,7 @@ class Critic:
             compile=settings.compile,
         )
         self.model = CriticModel(policy)
-        dtype, offload = getattr(torch, settings.dtype), settings.offload_optimizer
+        dtype, offload = getattr(torch, settings.computes_in), settings.offload_optimizer
         shard(self.model, policy.layers, mesh=mesh, dtype=dtype, offload=offload)
         self.optimizer = make_optimizer(
             self.model.parameters(),

@@ -53,7 +53,7 @@ def refuse_options(settings: TrainSettings, *, has_cuda: bool, has_bfloat16: boo
         problems.append("train.offload_activations is for GPUs: here they are in host memory anyway; leave it out")
     if settings.compile and not on_gpu and shutil.which("g++") is None and shutil.which("clang++") is None:
         problems.append("train.compile on a CPU needs a C++ compiler, and there is none; install g++ or leave it out")
-    if settings.dtype == "bfloat16" and on_gpu and not has_bfloat16:
+    if settings.computes_in == "bfloat16" and on_gpu and not has_bfloat16:
         problems.append("train.dtype = 'bfloat16', but this GPU has no bfloat16; use 'float32'")
     if problems:
         raise InvalidInput("\n".join(problems))

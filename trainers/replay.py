@@ -119,7 +119,7 @@ class ReplayWorker:
             cosine=cosine,
             recorded_arithmetic=recorded.arithmetic,
             replayed_arithmetic=self._trainer.arithmetic(step) if recorded.arithmetic else "",
-            tolerance=TOLERANCES[self._changed.train.dtype],
+            tolerance=TOLERANCES[self._changed.train.computes_in],
         )
 
     def save_policy(self, folder: str) -> str:

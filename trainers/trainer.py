@@ -81,7 +81,7 @@ class Trainer:
             fused=True,
         )
         self.ema = Ema(self.model.named_parameters(), decay=settings.ema) if settings.ema else None
-        self.kept = KeptPolicy(self.model.parameters(), dtype=getattr(torch, settings.dtype))
+        self.kept = KeptPolicy(self.model.parameters(), dtype=getattr(torch, settings.computes_in))
         self.gap_seconds = 0.0
         """What the last step spent on the gap beside its own forward passes: probes, and copies of weights."""
         self._reference = None
@@ -187,7 +187,7 @@ class Trainer:
             seed=self._config.seed,
         )
         refuse_team(model.causal_lm, settings.sequence_parallel)
-        dtype, offload = getattr(torch, settings.dtype), settings.offload_optimizer
+        dtype, offload = getattr(torch, settings.computes_in), settings.offload_optimizer
         shard(model, model.layers, mesh=self._mesh, dtype=dtype, offload=offload)
         return model
 

@@ -225,6 +225,7 @@ def check_device(config: RunConfig | None) -> Finding:
     from infra.placement import gpus_of, nodes_to_use
     from storage.policies.model_config import number_bytes
     from tasks.checks.learning_rate import num_parameters
+    from tasks.checks.machine import for_this_machine, precision_text
     from tasks.checks.memory_plan import memory_plan
     from tasks.checks.preflight import about_model, check_devices
 
@@ -232,8 +233,9 @@ def check_device(config: RunConfig | None) -> Finding:
     where = f"{len(nodes)} nodes of the Ray cluster" if os.environ.get("RAY_ADDRESS") else "this machine"
     if config is None:
         return Finding(f"{where}: {gpus_of(nodes):g} GPUs")
-    check_devices(config)
     about = about_model(config)
+    config = for_this_machine(config, about)
+    check_devices(config)
     plan = [f"{d.name} about {size(d.needed)} of {size(d.total)}" for d in memory_plan(config, about)]
     if not gpus_of(nodes):
         from tasks.fleet import engine_threads
@@ -246,6 +248,7 @@ def check_device(config: RunConfig | None) -> Finding:
         each = f"{counted(num_engines, 'engine')} of {threads}"
         ranks = f"{counted(config.train.num_ranks, 'trainer rank')} of {config.train.num_threads or cores}"
         plan.append(f"of {counted(cores, 'thread')}: {each}, {ranks}")
+    plan.append(f"the trainer computes in {precision_text(config, about)}")
     return Finding("; ".join([f"{where}: {gpus_of(nodes):g} GPUs, which hold the run", *plan]))
 
 

@@ -21,6 +21,7 @@ from settings.run_file import RunConfig, default_values
 from storage.log.runs import continues, open_run
 from storage.objects.opening import open_store
 from tasks.checks.learning_rate import SOURCES, num_parameters, usual_learning_rates
+from tasks.checks.machine import precision_text
 from tasks.checks.memory_plan import memory_plan
 from tasks.checks.preflight import about_model, check_run, model_positions
 from tasks.checks.space import expected_space
@@ -35,7 +36,8 @@ def derived_values(config: RunConfig, *, adopt_tasks: bool = False) -> dict[str,
 
     Raises what `millrace train` would.
     """
-    checked, parameters = check_run(config, adopt_tasks=adopt_tasks), num_parameters(config)
+    checked = check_run(config, adopt_tasks=adopt_tasks)
+    config, parameters = checked.config, num_parameters(config)
     store = open_store(store_uri(config.store))
     done = None
     if store.exists(f"runs/{config.run}/run.json"):
@@ -54,6 +56,7 @@ def derived_values(config: RunConfig, *, adopt_tasks: bool = False) -> dict[str,
         "train_tasks": len(checked.tasks["train"]),
         "references_won": check_references(checked.workflow, checked.tasks, config),
         "evaluation_tasks": min(len(checked.tasks[config.evaluation.split]), config.evaluation.num_tasks),
+        "precision": precision_text(config, about_model(config)),
         "learning_rate": config.learning_rate,
         "usual_learning_rate": _usual(config, parameters),
         **_batches(config),

@@ -109,6 +109,7 @@ def train_run(
         from tasks.checks.preflight import check_run
 
         checked = check_run(config, adopt_tasks=adopt_tasks)
+        config = checked.config
         store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
         log = create_run(store, config.run, document, folder=folder_of(run), defaults=default_values(document))
         with trainer_lock(log):

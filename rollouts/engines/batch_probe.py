@@ -1,8 +1,13 @@
-"""Do log-probabilities depend on what else is in the batch? Played on the engine that serves, before its first prompt.
+"""Are the log-probabilities of an engine those that a run needs? Played on the engine that serves, before its first
+prompt. In every batch the same, if the run is to be reproducible:
 
     prompts alone ─▶ greedy replies and log-probabilities ═ the same among others, in another order, and continued from
                      the middle, where what was computed token by token is computed at once
                          └ if not: played again while every layer is watched ─▶ the first that computes other bits
+
+And the policy's own, if tokens are drafted (speculative decoding):
+
+    replies of drafts that were accepted and refused ═ the same tokens as a prompt
 
 In: an engine. Out: a digest of the numbers, or the name of what differs.
 """
@@ -10,12 +15,14 @@ In: an engine. Out: a digest of the numbers, or the name of what differs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollouts.engines.engine import Generation
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_json
+from storage.policies.model_config import model_config, number_bytes
 from storage.records import Sampling
 
 _LENGTHS = (3, 40, 150)
@@ -23,9 +30,15 @@ _LENGTHS = (3, 40, 150)
 _OTHERS = 29
 _NEW = 12
 """Tokens of each reply."""
+ROUNDING = {4: 1e-3, 2: 0.1}
+"""Nats per token that log-probabilities of equal weights may differ by, by the bytes of a weight."""
+_DRAFTED = 8
+"""Replies with drafts."""
 
 Generate = Callable[..., Awaitable[Generation]]
 """`Engine.generate`."""
+Replayed = Callable[[list[int], str], Awaitable[Sequence[float]]]
+"""Log-probabilities of every token of a prompt after the first."""
 LayersOf = Callable[[str], Awaitable[Sequence[Sequence[Any]]]]
 """`LayerWatch.of_request` of an engine's first worker, which begins to watch when it is first called."""
 
@@ -61,6 +74,30 @@ async def check_batches(generate: Generate, layers_of: LayersOf, *, max_model_le
             where = f"{layers} computes other bits for a token in another batch"
             raise InvalidInput(f"reproducible = true does not hold on this machine: {where}; leave it out")
     return sha256_of_json(computed)
+
+
+async def check_drafts(generate: Generate, replayed: Replayed, arguments: Mapping[str, Any], model: Path) -> None:
+    """Raise `InvalidInput` if the log-probabilities of sampled tokens are further from what the engine gives the same
+    tokens in a prompt than rounding makes them. `arguments` are those of vLLM."""
+    most = ROUNDING[number_bytes(arguments, model_config(model))]
+    length = min(_LENGTHS[1], arguments["max_model_len"] // 2)
+    prompts = [_prompt(number, length) for number in range(_DRAFTED)]  # they repeat themselves, which can be drafted
+    replies = await asyncio.gather(
+        *(
+            generate(prompt, sampling=Sampling(max_tokens=length - 2, seed=number), request_id=f"draft{number}")
+            for number, prompt in enumerate(prompts)
+        )
+    )
+    gaps: list[float] = []
+    for number, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
+        own = await replayed([*prompt, *reply.token_ids], f"replayed{number}")
+        gaps += [abs(one - other) for one, other in zip(reply.logprobs, own[len(prompt) - 1 :], strict=True)]
+    gap = sum(gaps) / len(gaps)
+    if not gap <= most:  # NaN too
+        raise InvalidInput(
+            "engine.vllm.speculative_config: the log-probabilities that vLLM reports of sampled tokens are not the "
+            f"policy's, they are {gap:.3g} nats per token off (at most {most:g}), and would be trained on; leave it out"
+        )
 
 
 def _prompt(number: int, length: int) -> list[int]:

@@ -10,8 +10,7 @@ Running requests, by mode:
     abort  are ended by vLLM; `generate` continues each as a new request, from its prompt and the tokens it has.
 vLLM stamps every finished output with the versions of its tokens.
 
-With adapters (LoRA) the base weights stay, and `load_policy` changes the content of the one adapter slot:
-`vllm_lora.py`.
+With adapters (LoRA) `load_policy` fills the one adapter slot, or on CPUs merges each with the base: `vllm_lora.py`.
 
     sleep:        pause(mode) ─▶ vLLM drops weights and cache, or copies the base of adapters to the host
     load_policy:  wake weights ─▶ all zeros ─▶ as above ─▶ no tensor stayed zero ─▶ wake cache ─▶ resume
@@ -30,11 +29,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from infra.weight_broadcast import Broadcast
-from rollouts.engines.batch_probe import check_batches
+from rollouts.engines.batch_probe import check_batches, check_drafts
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, Until, UpdateMode, WeightUpdate
 from rollouts.engines.vllm_core import CoreStart, for_model, in_every_batch
-from rollouts.engines.vllm_lora import adapter_arguments, slot_request
-from rollouts.engines.vllm_requests import Draws, end_token_ids, sampling_parameters, with_draws
+from rollouts.engines.vllm_lora import adapter_arguments, merges, slot_request
+from rollouts.engines.vllm_requests import Draws, end_token_ids, prompt_logprobs, sampling_parameters, with_draws
 from rollouts.engines.vllm_weights import HeldWeights, Weights, weights_in
 from rollouts.engines.vllm_worker import results
 from settings.errors import InvalidInput
@@ -72,6 +71,7 @@ class VllmEngine:
         """
         assert (lora_rank > 0) == (base_folder is not None)
         self._base_folder = base_folder
+        self._has_slot = base_folder is not None and not merges(arguments, base_folder)
         self._ends_process = ends_process
         self._reproducible = reproducible
         self.proof = ""
@@ -83,13 +83,12 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
             "disable_log_stats": True,
             "worker_extension_cls": "rollouts.engines.vllm_worker.ReloadExtension",
-            **(adapter_arguments(lora_rank) if lora_rank else {}),
+            **(adapter_arguments(lora_rank) if self._has_slot else {}),
             **arguments,
             **(in_every_batch() if reproducible else {}),
         }
         if self._arguments.get("enforce_eager"):
-            # Otherwise the sampler has one compiled function: the first replies would wait for the compiler, and so
-            # would others when a batch has a new shape. The core inherits the environment.
+            # Else the sampler is compiled for each new shape of a batch, and replies wait. The core inherits this.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         self._core = CoreStart(self._arguments)
         self.update_mode: UpdateMode = update_mode
@@ -105,7 +104,7 @@ class VllmEngine:
         self._weights: HeldWeights
         self._served: Weights
         self._slot: Any = None
-        """The adapter slot that every request names; None if whole weights are served."""
+        """The adapter slot that every request names; None if whole weights are served, or merged ones."""
         self._update = asyncio.Lock()
         self._updating: asyncio.Task[WeightUpdate]
         self._running: set[str] = set()
@@ -124,27 +123,30 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         model = self._base_folder or folder
-        self._as_input = tokens_input  # imported once: a lookup in vLLM's package takes as long as all else here
-        self._refusal = VLLMClientError
+        # Imported once: a lookup in vLLM's package takes as long as all else that uses it.
+        self._as_input, self._refusal = tokens_input, VLLMClientError
         self._stop_ids = list(dict.fromkeys([*end_token_ids(model), *stop_ids]))
-        self._served = weights_in(folder, version)
+        self._served = weights_in(model, version)
         arguments = for_model(self._arguments, model)
         with self._core.starting():
             self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
         self._draws = (await self.llm.collective_rpc("own_draws"))[0]
         enable_envs_cache()  # as the core does; otherwise every request looks up some variables, slowly
-        if self._base_folder is not None:
+        if self._has_slot:
             self._slot = slot_request()
-        self._weights = HeldWeights(self.llm, with_adapters=self._slot is not None)
+        self._weights = HeldWeights(self.llm, base=self._base_folder, in_slot=self._has_slot)
         await self._weights.look(self._served)
         if self._reproducible:
             results(await self.llm.collective_rpc("fix_order"))
-        checksum = await self._weights.install(self._served)  # reloads the same weights: the checksum must not change
+        checksum = await self._weights.install(policy := weights_in(folder, version))  # of the same weights the same
+        self._served = policy
         if self._arguments.get("enable_sleep_mode"):
             await self._rehearse_sleep()
         if self._reproducible:
             longest = self._arguments["max_model_len"]
             self.proof = await check_batches(self.generate, self._layers_of, max_model_len=longest)
+        if self._arguments.get("speculative_config"):
+            await check_drafts(self.generate, lambda ids, name: prompt_logprobs(self.llm, ids, name), arguments, model)
         self.llm.output_handler.add_done_callback(lambda _: self._end_with_core())
         return checksum
 

@@ -2,6 +2,11 @@
 
 In: an adapter folder in peft's format. Out: the adapter in the slot of every worker, every number compared with it.
 
+On CPUs vLLM computes adapters several times as slowly as the model itself. There the worker merges each adapter with
+the base model as it loads it (`ReloadExtension.merge_policy`): nothing here but `merges` is used. In float32 the
+probabilities are the trainer's to 1e-4 nats; in bfloat16 the sum W + (alpha / rank) · B A is rounded, as all trained
+weights are.
+
 Every request names the slot. The slot is zero while the base model is the policy. So adapters change as whole weights
 do: under running requests, with one version per token, and for all requests at once.
 
@@ -12,22 +17,33 @@ logprobs. (A policy's own first adapter is too small to change a logprob visibly
 
 from __future__ import annotations
 
-import hashlib
 import json
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollouts.engines.engine import EngineError, checked_logprobs
+from rollouts.engines.engine import EngineError
+from rollouts.engines.vllm_core import is_cpu_build
+from rollouts.engines.vllm_requests import prompt_logprobs
 from rollouts.engines.vllm_worker import ReloadExtension, answering, results
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_file, sha256_of_json
 from storage.objects.tensor_digests import tensor_digests
 from storage.policies.adapters import ADAPTER_WEIGHTS, adapter_layers
+from storage.policies.model_config import model_config
 
 EXTENSION = "rollouts.engines.vllm_lora.AdapterExtension"
 _SLOT_ID = 1  # vLLM counts from 1; 0 is no adapter
 _PROMPT = list(range(8))
 _VISIBLE = 1e-3  # nats, far above rounding: the check at the start must change a logprob by more
+
+
+def merges(arguments: Mapping[str, Any], base: Path) -> bool:
+    """Whether an engine with these arguments of vLLM serves the base model with its adapter merged into it: on CPUs,
+    unless the user has set `enable_lora`, or the base's weights are quantised."""
+    is_quantised = "quantization" in arguments or bool(model_config(base).get("quantization_config"))
+    return is_cpu_build() and "enable_lora" not in arguments and not is_quantised
 
 
 def adapter_arguments(rank: int) -> dict[str, Any]:
@@ -69,17 +85,7 @@ async def check_applied(llm: Any) -> None:
 
 async def _logprobs(llm: Any, adapter: Any) -> list[float]:
     """Logprobs of a few fixed tokens."""
-    from vllm import SamplingParams, TokensPrompt
-
-    parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    name = f"adapter-check-{hashlib.sha256(str(id(parameters)).encode()).hexdigest()[:8]}"
-    final = None
-    async for output in llm.generate(TokensPrompt(prompt_token_ids=_PROMPT), parameters, name, lora_request=adapter):
-        final = output
-    assert final is not None
-    positions = final.prompt_logprobs[1:]  # the first token has no logprob
-    # Checked, because a comparison with NaN would always pass.
-    return checked_logprobs([float(at[token].logprob) for at, token in zip(positions, _PROMPT[1:], strict=True)])
+    return await prompt_logprobs(llm, _PROMPT, f"adapter-check-{uuid.uuid4().hex[:8]}", lora_request=adapter)
 
 
 class AdapterExtension(ReloadExtension):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollouts.engines.draws import DRAW
-from rollouts.engines.engine import EngineError
+from rollouts.engines.engine import EngineError, checked_logprobs
 from storage.records import Sampling
 
 Draws = Literal["ours", "hashed", "streamed"]
@@ -68,3 +68,17 @@ def end_token_ids(folder: Path) -> list[int]:
         if ids is not None:
             return list(ids) if isinstance(ids, list) else [ids]
     raise EngineError(f"{folder} names no eos_token_id in generation_config.json or config.json")
+
+
+async def prompt_logprobs(llm: Any, ids: list[int], name: str, **request: Any) -> list[float]:
+    """What the served policy gives each token after the first, computed at once. Raises `EngineError` for NaN, with
+    which a comparison would always pass."""
+    from vllm import SamplingParams, TokensPrompt
+
+    parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    final = None
+    async for output in llm.generate(TokensPrompt(prompt_token_ids=ids), parameters, name, **request):
+        final = output
+    assert final is not None
+    positions = final.prompt_logprobs[1:]  # the first token has no logprob
+    return checked_logprobs([float(at[token].logprob) for at, token in zip(positions, ids[1:], strict=True)])

@@ -46,10 +46,12 @@ def weights_in(folder: Path, version: int) -> Weights:
 class HeldWeights:
     """The weights of one engine."""
 
-    def __init__(self, llm: Any, *, with_adapters: bool) -> None:
-        """`llm` is vLLM's engine. With adapters the base weights stay, and policies change the one slot."""
+    def __init__(self, llm: Any, *, base: Path | None, in_slot: bool) -> None:
+        """`llm` is vLLM's engine. Policies are adapters of `base`, if there is one: `in_slot`, so its weights stay, or
+        merged with it."""
         self._llm = llm
-        self._with_adapters = with_adapters
+        self._base = base
+        self._in_slot = in_slot
         self.adapters: dict[int, str] = {}
         """Version → weights digest of the adapter that vLLM's workers read."""
         self._checksums: dict[str, str] = {}
@@ -63,7 +65,7 @@ class HeldWeights:
 
     async def look(self, started_with: Weights) -> None:
         """Note what the engine holds after its start: a reload of the same must give the same."""
-        if self._with_adapters:
+        if self._in_slot:
             await check_applied(self._llm)
             self._base_checksum = await self._read_checksum()
         else:
@@ -75,14 +77,14 @@ class HeldWeights:
         zeros = self._zeros
         if asleep:
             await self.call(self._llm.wake_up(tags=["weights"]))
-            if not self._with_adapters:
+            if not self._in_slot:
                 await self.call(self._llm.collective_rpc("reset_weights"))
-        checksum = await (self._fill_slot(weights) if self._with_adapters else self._reload(weights, broadcast))
+        checksum = await (self._fill_slot(weights) if self._in_slot else self._reload(weights, broadcast))
         if asleep and (lost := self._zeros - zeros):
             self._zeros = zeros
             raise EngineError(f"{len(lost)} tensors did not come back from a sleep, one is {min(lost)[1]}")
         expected = self._checksums.get(weights.digest)
-        if expected is None and checksum == self._newest and not asleep and not self._with_adapters:
+        if expected is None and checksum == self._newest and not asleep and not self._in_slot:
             # Either other weights round to the same numbers in the engine's precision, or the load did nothing.
             # A second load, over zeros, shows which.
             await self.call(self._llm.collective_rpc("reset_weights"))
@@ -96,42 +98,47 @@ class HeldWeights:
 
     async def digests_beside(self) -> list[dict[str, str]]:
         """Of what the workers compute with beside weights, by name."""
-        digests: list[dict[str, str]] = results(await self.call(self._llm.collective_rpc("buffer_digests")))
-        return digests
+        return await self._rpc("buffer_digests")
 
     async def _reload(self, weights: Weights, broadcast: Broadcast | None = None) -> str:
-        """Load whole weights, by broadcast or from their folder; returns the checksum."""
-        if broadcast is None:
-            folder = await asyncio.to_thread(weights.fetch)
-            results(await self.call(self._llm.collective_rpc("reload_policy", args=(str(folder),))))
+        """Load whole weights, by broadcast or from their folder, or merge an adapter; returns the checksum."""
+        if broadcast is not None:
+            await self._rpc("receive_policy", dataclasses.asdict(broadcast))
+        elif has_adapter(folder := await asyncio.to_thread(weights.fetch)):
+            files = await self._rpc("merge_policy", str(self._base), str(folder))
+            self._note_adapter(weights, folder, files)
+            return f"{KIND_OF_CHECKSUM}:{sha256_of_json([await self._read_checksum(), files])}"
         else:
-            fields = dataclasses.asdict(broadcast)
-            results(await self.call(self._llm.collective_rpc("receive_policy", args=(fields,))))
+            await self._rpc("reload_policy", str(folder))
         return await self._read_checksum()
 
     async def _fill_slot(self, weights: Weights) -> str:
-        """Change the adapter; the workers compare it with its file. Returns a digest of all weights in use.
-
-        Raises `EngineError` if a worker read another file than the policy's seal describes.
-        """
+        """Change the adapter; the workers compare it with its file. Returns a digest of all weights in use."""
         path = await asyncio.to_thread(weights.fetch)
         adapted = has_adapter(path)
-        folder = str(path) if adapted else ""
-        digests = results(await self.call(self._llm.collective_rpc("load_adapter", args=(folder,))))
-        for sha256, _ in digests if adapted else []:
-            if (read := sha256_of_json({ADAPTER_WEIGHTS: sha256})) != weights.digest:
-                raise EngineError(f"the engine read adapter {read[:12]} in {path}, not {weights.digest[:12]}")
+        digests = await self._rpc("load_adapter", str(path) if adapted else "")
         if adapted:
-            self.adapters[weights.version] = weights.digest
+            self._note_adapter(weights, path, [sha256 for sha256, _ in digests])
         if (base := await self._read_checksum()) != self._base_checksum:
             raise EngineError("the weights below the adapter are no longer those that the engine was started with")
         return f"{KIND_OF_CHECKSUM}:{sha256_of_json([base, [slot for _, slot in digests]])}"
 
+    def _note_adapter(self, weights: Weights, path: Path, files: list[str]) -> None:
+        """Raises `EngineError` if a worker read another file than the policy's seal describes."""
+        for sha256 in files:
+            if (read := sha256_of_json({ADAPTER_WEIGHTS: sha256})) != weights.digest:
+                raise EngineError(f"the engine read adapter {read[:12]} in {path}, not {weights.digest[:12]}")
+        self.adapters[weights.version] = weights.digest
+
     async def _read_checksum(self) -> str:
         """One digest over those of every tensor in every worker."""
-        digests = results(await self.call(self._llm.collective_rpc("weight_digests")))
+        digests = await self._rpc("weight_digests")
         self._zeros = {(worker, name) for worker, its in enumerate(digests) for name in its if is_zero(its[name])}
         return f"{KIND_OF_CHECKSUM}:{sha256_of_json(digests)}"
+
+    async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """What an `answering` method returned in each worker."""
+        return results(await self.call(self._llm.collective_rpc(method, args=arguments)))
 
     async def call(self, call: Coroutine[Any, Any, Any]) -> Any:
         """The result of a call to the engine core, or `EngineError` if the core ends before it answers."""

@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from rollouts.engines.engine import EngineError
 from rollouts.engines.fixed_order import LayerWatch, fix_order
 from rollouts.engines.vllm_requests import Draws
 from settings.errors import InvalidInput
+from storage.objects.digests import sha256_of_file
 from storage.objects.tensor_digests import tensor_digests
+from storage.policies.adapters import ADAPTER_WEIGHTS, merged_weights
 
 logger = logging.getLogger("millrace.engine")
 
@@ -132,6 +135,12 @@ class ReloadExtension:
     def reload_policy(self, folder: str) -> None:
         """Load a policy folder in HF layout. The first call gets the folder that the engine was started with."""
         self._reload(folder, weights_path=folder)
+
+    @answering
+    def merge_policy(self, base: str, adapter: str) -> str:
+        """Load the base model with an adapter merged into it; returns the sha256 of the adapter's weights file."""
+        self._reload(adapter, weights_iterator=merged_weights(Path(base), Path(adapter)))
+        return sha256_of_file(Path(adapter) / ADAPTER_WEIGHTS)
 
     @answering
     def receive_policy(self, broadcast: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from settings.errors import InvalidInput, NotFound
 
@@ -16,12 +16,14 @@ Kind = Literal["model", "dataset"]
 SECONDS_TO_ANSWER = 5.0
 
 
-def check_on_hub(name: str, kind: Kind) -> None:
-    """Ask the hub for a repository. Raises as `fetch_from_hub`."""
+def check_on_hub(name: str, kind: Kind) -> dict[str, Any]:
+    """Ask the hub for a repository; of a model returns what the hub knows of its `config.json`: its type, whether it
+    has code of its own, how it is quantised. Raises as `fetch_from_hub`."""
     with _hub_errors(name, kind):
         from huggingface_hub import HfApi
 
-        HfApi().repo_info(name, repo_type=kind, timeout=SECONDS_TO_ANSWER)
+        about = HfApi().repo_info(name, repo_type=kind, timeout=SECONDS_TO_ANSWER)
+        return getattr(about, "config", None) or {}
 
 
 def fetch_from_hub(name: str, kind: Kind, *, patterns: Sequence[str]) -> Path:

@@ -9,13 +9,15 @@ adapter in the engine, which is compared before the row is trained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from settings.errors import InvalidInput
 from storage.log.entries import Policy
 from storage.shards.schema import ADAPTERS, flat, row_offsets
 from storage.shards.shards import DamagedShard
@@ -43,6 +45,34 @@ def adapter_layers(file: Path) -> dict[str, tuple[Any, Any]]:
         layer: (tensors[f"{SAVED_PREFIX}{layer}.lora_A.weight"], tensors[f"{SAVED_PREFIX}{layer}.lora_B.weight"])
         for layer in layers
     }
+
+
+def merged_weights(base: Path, adapter: Path) -> Iterator[tuple[str, Any]]:
+    """Name and value of every tensor in the base model's files, one at a time, as tensors of torch: in the place of an
+    adapted W is W + (alpha / rank) · B A, in float32.
+
+    Raises `InvalidInput` for an adapted layer whose weight the files do not have.
+    """
+    from safetensors import safe_open
+
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    left = adapter_layers(adapter / ADAPTER_WEIGHTS)
+    # What a model calls its decoder may differ from the name in the files; its layers are called alike.
+    by_layer = {layer[layer.find("layers.") :]: layer for layer in left}
+    for file in sorted(base.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - the file is no mapping
+                weight, its = weights.get_tensor(name), name.removesuffix(".weight")
+                layer = its if its in left else by_layer.get(its[its.find("layers.") :], "")
+                if name != its and layer in left:
+                    a, b = left.pop(layer)
+                    weight = weight.float() + b.float() @ a.float() * (config["lora_alpha"] / config["r"])
+                yield name, weight
+    if left:
+        raise InvalidInput(
+            f"the base model's files have no weight of {min(left)} to merge the adapter with; set "
+            "engine.vllm.enable_lora = true to keep both apart, or take the layer out of train.lora.target_modules"
+        )
 
 
 def check_adapters(table: pa.Table, *, shard_id: str, policies: Mapping[int, Policy]) -> None:

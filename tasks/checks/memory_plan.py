@@ -44,7 +44,7 @@ _FEWEST_TOKENS = 32768
 """The cache of an engine on a shared GPU holds so many, if there can be as many: with fewer it would crawl."""
 _VLLM_SHARE = 0.92
 """What vLLM takes of a GPU if nothing is set (`gpu_memory_utilization`)."""
-_STATE = ("weights", "gradients and moments")
+STATE = ("weights", "gradients and moments")
 """Parts of a rank that `train.offload_optimizer` moves."""
 _MOST_SEQUENCES, _MOST_BATCHED = 256, 8192
 """vLLM's usual `max_num_seqs` and `max_num_batched_tokens`."""
@@ -306,7 +306,7 @@ def _trainer(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
     copies = 1 + (train.reference.kind in ("base", "model")) + (train.ema is not None)
     trained = (ADAPTER_SHARE if train.lora is not None else 1) * sizes.parameters
     models = 2 if train.advantage.kind == "gae" else 1
-    width = 2 if train.dtype == "bfloat16" else 4
+    width = 2 if train.computes_in == "bfloat16" else 4
     shards = train.num_ranks / train.num_replicas
     weights = 4 * sizes.parameters * (copies + models - 1) / shards
     moments = 12 * (trained + (models - 1) * sizes.parameters) / shards
@@ -326,7 +326,7 @@ def _trainer(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
         "libraries": _OVERHEAD[kind]["trainer"],
     }
     if train.offload_optimizer and kind == "GPU":
-        parts |= dict.fromkeys(_STATE, 0)
+        parts |= dict.fromkeys(STATE, 0)
     if train.offload_activations and kind == "GPU":
         parts["activations"] = tokens * _kept_per_token(sizes, width)  # of the layer that is computed
     return Demand(process="trainer", parts={name: int(value) for name, value in parts.items()})
@@ -334,7 +334,7 @@ def _trainer(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
 
 def _offloaded(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
     """What a rank on a GPU keeps in the machine's memory."""
-    names = [*_STATE] * config.train.offload_optimizer + ["activations"] * config.train.offload_activations
+    names = [*STATE] * config.train.offload_optimizer + ["activations"] * config.train.offload_activations
     train = config.train.model_copy(update={"offload_optimizer": False, "offload_activations": False})
     parts = _trainer(config.model_copy(update={"train": train}), sizes, "GPU").parts
     return Demand(process="offloaded", parts={name: parts[name] for name in names})
@@ -388,7 +388,7 @@ def _changes(config: RunConfig, *, on_gpu: bool) -> list[tuple[str, list[Any]]]:
         ("train.activation_checkpointing", [True] * (not train.activation_checkpointing)),
         ("engine.share", ["phases"] * (on_gpu and config.engine.share == "split")),
         ("train.offload_activations", [True] * (on_gpu and not train.offload_activations)),
-        ("train.dtype", ["bfloat16"] * (train.dtype == "float32")),
+        ("train.dtype", ["bfloat16"] * (train.computes_in == "float32")),
         ("engine.max_model_len", [longest // 2] * (longest > 1024)),
         ("train.offload_optimizer", [True] * (on_gpu and not train.offload_optimizer)),
         ("train.num_ranks", [1] * (not on_gpu and train.num_ranks > 1)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import logging
 import math
 import os
@@ -25,7 +26,7 @@ from infra.placement import check_shares, gpus_of, nodes_to_use
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_parser
 from rollouts.engines.vllm_core import is_cpu_build
-from rollouts.production.engine_choice import check_engine_arguments
+from rollouts.production.engine_choice import check_cpu_engine, check_engine_arguments
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
 from rollouts.workflow import Workflow, place_of
@@ -43,13 +44,14 @@ from storage.policies.model_config import EXPERTS, model_config, num_positions
 from storage.records import Task
 from storage.tracking.trackers import check_trackers
 from tasks.checks.gpu_share import check_share
+from tasks.checks.machine import for_this_machine
 from tasks.checks.memory_plan import check_memory
 from tasks.checks.playing import errors_of_users
 from tasks.checks.reproducible import check_settings
 from tasks.checks.trial import check_repeats, check_tasks, play_tasks
 from trainers.model.fetch import local_folder, own_folder
 from trainers.model.kinds import team_refusal
-from trainers.model.weight_index import check_model_folder
+from trainers.model.weight_index import check_kind, check_model_folder
 
 logger = logging.getLogger("millrace.preflight")
 
@@ -61,6 +63,8 @@ _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 class Checked:
     """What a run's file names, loaded once."""
 
+    config: RunConfig
+    """The run's settings, with what they left to this machine decided."""
     workflow: Workflow
     tasks: dict[str, Sequence[Task]]
     """By split."""
@@ -95,6 +99,8 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     check_lengths(config)
     check_adapters(config)
     check_engine_arguments(config.engine.vllm)
+    check_cpu_engine(config.engine.vllm)
+    config = for_this_machine(config, about_model(config))
     check_devices(config)
     if config.reproducible:
         check_settings(config, on_gpus=config.train.device != "cpu" and bool(gpus_of(nodes_to_use())))
@@ -127,7 +133,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
             f"dataset = {config.dataset!r}: {config.workflow} never reads it; use self.dataset in tasks(), or leave "
             "the key out"
         )
-    return Checked(workflow=loaded, tasks=tasks)
+    return Checked(config=config, workflow=loaded, tasks=tasks)
 
 
 def check_sandbox(config: RunConfig) -> None:
@@ -302,8 +308,8 @@ def model_positions(config: RunConfig) -> int | None:
 
 
 def check_model(model: str, *, trains_weights: bool = False) -> None:
-    """Raise `InvalidInput` or `NotFound` unless `model` is a whole model folder, or the hub, or its cache, has it; if
-    `trains_weights`, one that is not quantised."""
+    """Raise `InvalidInput` or `NotFound` unless `model` is a whole model folder, or the hub, or its cache, has it, of a
+    kind that can be trained; if `trains_weights`, one that is not quantised."""
     with path_errors(f"model = {model!r}"):
         if (folder := own_folder(model)) is not None:
             try:
@@ -314,5 +320,12 @@ def check_model(model: str, *, trains_weights: bool = False) -> None:
         raise InvalidInput(
             f"model = {model!r}: no such folder or GGUF file, and not a Hugging Face id like Qwen/Qwen2.5-0.5B-Instruct"
         )
-    if local_folder(model) is None:
-        check_on_hub(model, "model")
+    if (folder := local_folder(model)) is None:
+        about = check_on_hub(model, "model")
+    else:
+        about = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+    if about:  # else the hub, or a part of it here, does not say
+        try:
+            check_kind(about, trains_weights=trains_weights)
+        except InvalidInput as error:
+            raise InvalidInput(f"model = {model!r}: {error}") from error

@@ -40,7 +40,7 @@ async def an_engine_that_answers_with_the_base_model_is_noticed(bench: Bench) ->
 
 
 async def check(base: Path, scratch: Path) -> None:
-    bench = Bench(base, scratch, adapters=True)
+    bench = Bench(base, scratch, adapters=True, enable_lora=True)
     try:
         first = await bench.start()
         await bench.assert_serving()

@@ -54,7 +54,7 @@ def _run_checks(module: str, base: Path, scratch: Path, seconds: float = 1100, *
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("module", ["check_engine", "check_lora"])
+@pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_merged"])
 def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path, module: str) -> None:
     _run_checks(module, base_model, tmp_path)
 
@@ -109,6 +109,11 @@ def test_bits_do_not_depend_on_the_batch_of_a_reproducible_engine(tmp_path: Path
     base = a_base_model(tmp_path / "base", hidden_size=256)  # wide enough for vLLM's own products to differ
     wide = _run_checks("check_reproducible", base, tmp_path, DTYPE=dtype, LIMITS="wide")
     assert wide == _run_checks("check_reproducible", base, tmp_path, DTYPE=dtype, LIMITS="narrow")
+
+
+def test_engines_that_compute_otherwise_are_measured_or_refused(tmp_path: Path) -> None:
+    base = a_base_model(tmp_path / "base", hidden_size=256)  # vLLM quantises no narrow layers
+    _run_checks("check_precision", base, tmp_path)
 
 
 @pytest.mark.slow

@@ -11,7 +11,10 @@ A collective waits for every rank: what one rank skips, because it failed or dec
 from __future__ import annotations
 
 import json
+import math
 import os
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +29,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from infra.weight_broadcast import tcp_store
 
+_TRIES, _LONGEST_TRIAL = 10, 0.4
+"""Products in each type, and seconds for all of them."""
 Json = TypeVar("Json")
 """A value that JSON gives back as it was."""
 
@@ -50,6 +55,26 @@ def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def time_products() -> None:
+    """In a process of its own, which takes two sizes from its command line and prints seconds by type: what a product
+    of a few tokens with a matrix of that shape takes on this machine's CPUs, in half a second for all."""
+    rows, columns = map(int, sys.argv[1:])
+    num_tokens = max(16, min(512, 10**9 // (rows * columns)))  # a slow core does 20 of them in half a second
+    weights, inputs = torch.randn(rows, columns), torch.randn(num_tokens, columns)
+    pairs = {"float32": (inputs, weights.T), "bfloat16": (inputs.bfloat16(), weights.bfloat16().T)}
+    seconds = dict.fromkeys(pairs, math.inf)
+    begun = time.perf_counter()
+    for number in range(_TRIES):
+        for name, (left, right) in pairs.items():
+            started = time.perf_counter()
+            left @ right
+            if number:  # the first one makes its kernel
+                seconds[name] = min(seconds[name], time.perf_counter() - started)
+        if number and time.perf_counter() - begun > _LONGEST_TRIAL:
+            break
+    print(json.dumps(seconds))
 
 
 def start_process_group(device: torch.device, *, num_replicas: int = 1) -> DeviceMesh:

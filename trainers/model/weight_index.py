@@ -37,14 +37,7 @@ def check_model_folder(folder: Path, *, trains_weights: bool = False) -> None:
     except FileNotFoundError as error:
         raise InvalidInput(f"{error}; copy or download the model again") from error
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if reason := refusal(config):
-        raise InvalidInput(f"{reason}; docs/models.md lists what can be trained")
-    quantised = (config.get("quantization_config") or {}).get("quant_method")
-    if quantised and trains_weights:
-        raise InvalidInput(
-            f"its weights are quantised ({quantised}) and cannot hold trained values; use the model in bfloat16 or "
-            "float32, or train adapters (train.lora)"
-        )
+    check_kind(config, trains_weights=trains_weights)
     about = config.get("text_config") or config
     is_known = any(name.endswith("embed_tokens.weight") for name in names)
     if is_known and not any("lm_head" in name for name in names) and not _is_tied(config, about):
@@ -57,6 +50,19 @@ def check_model_folder(folder: Path, *, trains_weights: bool = False) -> None:
         raise InvalidInput(
             f"its tokenizer has a token {most}, and the model embeds {rows}: take the tokenizer that belongs to the "
             f"weights, or call resize_token_embeddings({most + 1}) and save both again"
+        )
+
+
+def check_kind(config: dict[str, Any], *, trains_weights: bool) -> None:
+    """Raise `InvalidInput` for a `config.json` of an architecture that cannot be trained, or that needs code of its
+    own; and, if all weights are to be trained, of quantised ones."""
+    if reason := refusal(config):
+        raise InvalidInput(f"{reason}; docs/models.md lists what can be trained")
+    quantised = (config.get("quantization_config") or {}).get("quant_method")
+    if quantised and trains_weights:
+        raise InvalidInput(
+            f"its weights are quantised ({quantised}) and cannot hold trained values; use the model in bfloat16 or "
+            "float32, or train adapters (train.lora)"
         )
 
 

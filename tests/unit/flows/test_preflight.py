@@ -80,6 +80,26 @@ def test_a_task_whose_metadata_no_digest_can_be_of_is_named() -> None:
             trial.check_tasks([Task(id="a", prompt="?", metadata={"n": value})], "train", where="x:1")  # type: ignore[dict-item]
 
 
+@pytest.mark.parametrize(
+    ("steps", "width", "compiles"),
+    [(1000, 32, True), (20, 32, False), (1000, 2048, False)],
+    ids=["long", "short", "wide"],
+)
+def test_an_engine_on_cpus_compiles_only_a_small_model_in_a_long_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, width: int, compiles: bool
+) -> None:
+    model = tiny_model(tmp_path / "model")
+    with open(model / "model.safetensors", "ab") as file:
+        file.truncate(width**2 * 32)  # of a size; nothing reads it
+    config = a_config(steps=steps, batch_size=16, n_samples=8, max_tokens=48, max_model_len=64)
+    assert fitted_to_model(config, model).engine.vllm.get("enforce_eager", False) is not compiles
+    for own in (True, False):
+        set_by_user = a_config(steps=steps, vllm={"enforce_eager": own})
+        assert fitted_to_model(set_by_user, model).engine.vllm["enforce_eager"] is own
+    monkeypatch.setattr("rollouts.production.engine_choice.is_cpu_build", lambda: False)
+    assert "enforce_eager" not in fitted_to_model(config, model).engine.vllm
+
+
 def test_lengths_that_were_set_must_fit_the_model_and_others_are_cut_to_it(tmp_path: Path) -> None:
     def run(**blocks: Any) -> RunConfig:
         where = {"workflow": "examples.arithmetic:Arithmetic", "store": str(tmp_path)}

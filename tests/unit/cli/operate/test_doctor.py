@@ -214,6 +214,7 @@ def test_hub_device_and_dataset_of_a_run_file_are_looked_at(home: Path, base_mod
     assert f"{base_model} is on this machine" in fine["hub"] and "which hold the run" in fine["device"]
     cores = len(os.sched_getaffinity(0))
     assert f"1 engine of {max(1, cores - 1)}, 1 trainer rank of {cores}" in fine["device"], "a model below 100 MB"
+    assert "the trainer computes in float32: the model is stored in float32" in fine["device"]
     assert "no dataset: 9,800 tasks in 'train', 200 tasks in 'test'" in fine["dataset"]
     wrong = found(model="no/where/at/all", train={"device": "cuda"}, evaluation={"split": "nosuch"})
     assert all(line.startswith("FAIL") for line in wrong.values())

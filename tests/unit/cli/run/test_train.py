@@ -146,11 +146,15 @@ def test_a_server_that_is_away_at_the_end_spoils_a_run_only_where_steps_are_miss
     monkeypatch.setattr(flow_module, "train_grpo", away)
     if is_over:
         with caplog.at_level(logging.WARNING):
-            asyncio.run(_train(config, preflight.Checked(workflow=Workflow(), tasks={}), adopt_tasks=False))
+            asyncio.run(
+                _train(config, preflight.Checked(config=config, workflow=Workflow(), tasks={}), adopt_tasks=False)
+            )
         assert "Prefect does not know that the run has ended" in caplog.text
     else:
         with pytest.raises(httpx.ConnectError):
-            asyncio.run(_train(config, preflight.Checked(workflow=Workflow(), tasks={}), adopt_tasks=False))
+            asyncio.run(
+                _train(config, preflight.Checked(config=config, workflow=Workflow(), tasks={}), adopt_tasks=False)
+            )
 
 
 def test_the_flow_of_a_command_does_not_check_again_what_the_command_has_checked(

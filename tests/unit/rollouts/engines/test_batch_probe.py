@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollouts.engines.batch_probe import check_batches, first_difference
+from rollouts.engines.batch_probe import check_batches, check_drafts, first_difference
 from rollouts.engines.engine import Generation
 from settings.errors import InvalidInput
 
@@ -61,3 +62,22 @@ def test_the_first_difference_is_by_position_and_then_by_layer() -> None:
     assert first_difference(one[:2], [(7, "a", "2"), (4, "b", "2")]) == "b", (
         "what only one of them computed says nothing"
     )
+
+
+@pytest.mark.parametrize(("off", "width", "is_refused"), [(0.0, 4, False), (0.05, 4, True), (0.05, 2, False)])
+@pytest.mark.parametrize("is_number", [True, False])
+def test_drafted_tokens_with_other_logprobs_than_the_policys_are_refused(
+    tmp_path: Path, off: float, width: int, is_refused: bool, is_number: bool
+) -> None:
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    arguments = {"max_model_len": 64, "dtype": {4: "float32", 2: "auto"}[width]}
+
+    async def replayed(ids: list[int], name: str) -> list[float]:
+        return [-1 + (off if is_number else float("nan"))] * (len(ids) - 1)
+
+    checking = check_drafts(_Engine().generate, replayed, arguments, tmp_path)
+    if not is_refused and is_number:
+        asyncio.run(checking)
+        return
+    with pytest.raises(InvalidInput, match=r"speculative_config: .* they are (0.05|nan) nats per token off"):
+        asyncio.run(checking)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from settings.errors import UserError
+from settings.errors import InvalidInput, UserError
 from storage.objects.hub import check_on_hub, fetch_from_hub
+from tasks.checks.preflight import check_model
 
+_CONFIG = b'{"model_type": "kimi_k9", "auto_map": {"AutoModelForCausalLM": "code.Kimi"}}'
+"""What it knows of a model's `config.json`."""
 _CODES = {"private": "RepoNotFound", "gated": "GatedRepo"}
 
 
@@ -20,7 +24,7 @@ class _Hub(BaseHTTPRequestHandler):
         code = next((code for name, code in _CODES.items() if name in self.path), "")
         self.send_response(200 if "fine" in self.path else 503 if "broken" in self.path else 401)
         self.send_header("X-Error-Code", code)
-        body = b'{"id": "me/fine", "tags": []}' if "fine" in self.path else b"{}"
+        body = b'{"id": "me/fine", "tags": [], "config": %s}' % _CONFIG if "fine" in self.path else b"{}"
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -50,9 +54,29 @@ def test_a_repository_that_is_not_to_be_had_is_a_sentence(
     hub: str, name: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _use(hub, monkeypatch)
-    check_on_hub("me/fine", "model")
+    assert check_on_hub("me/fine", "model") == json.loads(_CONFIG)
     with pytest.raises(UserError, match=f"^model = '{name}': .*{sentence}"):
         check_on_hub(name, "model")
+
+
+def test_a_kind_of_model_that_cannot_be_trained_is_refused_before_it_is_fetched(
+    hub: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _use(hub, monkeypatch)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(InvalidInput, match="^model = 'me/fine': .*'kimi_k9' needs code from its own folder"):
+        check_model("me/fine")
+    cached = tmp_path / "models--me--here" / "snapshots" / "abc"
+    cached.mkdir(parents=True)
+    (tmp_path / "models--me--here" / "refs").mkdir()
+    (tmp_path / "models--me--here" / "refs" / "main").write_text("abc")
+    (cached / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}')
+    check_model("me/here")
+    with pytest.raises(InvalidInput, match=r"^model = 'me/here': its weights are quantised \(fp8\)"):
+        check_model("me/here", trains_weights=True)
+    (cached / "config.json").write_text('{"model_type": "no_such_kind"}')
+    with pytest.raises(InvalidInput, match="'no_such_kind' is no causal language model of transformers"):
+        check_model("me/here")
 
 
 def test_without_a_network_the_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

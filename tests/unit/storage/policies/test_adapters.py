@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pyarrow as pa
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from settings.errors import InvalidInput
 from storage.log.entries import Policy
-from storage.policies.adapters import check_adapters
+from storage.policies.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapters, merged_weights
 from storage.records import Turn
 from storage.shards.codec import shard_table
 from storage.shards.schema import SCHEMA, BadShard
@@ -68,3 +73,22 @@ def test_a_version_with_two_adapters_and_a_column_of_another_type_are_refused():
     renamed = table.set_column(table.schema.get_field_index("adapters"), "adapters", pa.array(["2"]))
     with pytest.raises(BadShard, match="column adapters has type string"):
         decode_shard(file_with(renamed), name="s")
+
+
+def test_an_adapter_is_merged_by_the_names_of_layers_and_one_without_a_weight_is_named(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    for folder in (base, adapter):
+        folder.mkdir()
+    layer = "layers.0.mlp.up_proj"
+    weights = {f"language_model.model.{layer}.weight": torch.zeros(2, 3).bfloat16(), "norm.weight": torch.ones(2)}
+    save_file(weights, base / "model.safetensors")
+    a, b = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0], [-1.0]])
+    named = f"base_model.model.model.{layer}"
+    save_file({f"{named}.lora_A.weight": a, f"{named}.lora_B.weight": b}, adapter / ADAPTER_WEIGHTS)
+    (adapter / ADAPTER_CONFIG).write_text('{"lora_alpha": 4.0, "r": 2}')
+    merged = dict(merged_weights(base, adapter))
+    assert merged.keys() == weights.keys() and torch.equal(merged["norm.weight"], weights["norm.weight"])
+    assert merged[f"language_model.model.{layer}.weight"].tolist() == [[2.0, 4.0, 6.0], [-2.0, -4.0, -6.0]]
+    save_file({"norm.weight": torch.ones(2)}, base / "model.safetensors")
+    with pytest.raises(InvalidInput, match=f"no weight of model.{layer} to merge .*enable_lora = true"):
+        list(merged_weights(base, adapter))

@@ -239,6 +239,17 @@ def test_an_error_that_another_reply_might_not_cause_is_a_warning(
         ),
         ({"vllm": {"max_num_seqs": "many"}}, "engine.vllm.max_num_seqs = 'many': .* a valid integer"),
         ({"vllm": {"dtype": "float99"}}, "engine.vllm.dtype = 'float99': .* 'bfloat16', 'float' or 'float32'"),
+        (
+            {"vllm": {"quantization": "fp8"}},
+            "quantization = 'fp8', on CPUs: .*static_scaled_fp8_quant .*; use 'fp8_per_channel'",
+        ),
+        ({"vllm": {"quantization": "mxfp8"}}, "Failed to find a kernel that can implement"),
+        ({"vllm": {"quantization": "int8_per_channel_weight_only"}}, "it quantises no layer but experts"),
+        ({"vllm": {"quantization": "awq"}}, "reads weights that are quantised already, and policies are not"),
+        (
+            {"vllm": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}},
+            "speculative_config, on CPUs: the log-probabilities .* are not the policy's",
+        ),
         ({"vllm": {"tensor_parallel_size": 3}}, "does not divide the model's 4 attention heads"),
         (
             {"num_ranks": 3, "sequence_parallel": 3},

@@ -12,7 +12,7 @@ from torch import nn
 
 from settings.errors import InvalidInput
 from storage.objects.digests import seal_folder, verify_folder
-from storage.policies.adapters import ADAPTER_WEIGHTS
+from storage.policies.adapters import ADAPTER_WEIGHTS, merged_weights
 from tests.architectures import tiny_config
 from tests.architectures import tiny_folder as random_folder
 from tests.unit.trainers.builders import (
@@ -136,6 +136,8 @@ def test_beside_fused_experts_linear_layers_alone_are_adapted_and_merged(tmp_pat
     assert {"mlp.shared_expert.down_proj", "self_attn.q_proj", "linear_attn.out_proj"} <= names
     merge_adapter(base, _written(trained, tmp_path / "policy"), tmp_path / "merged")
     torch.testing.assert_close(_logprobs(load_causal_lm(tmp_path / "merged")), _logprobs(trained), atol=1e-4, rtol=0)
+    tensors = load_file(str(tmp_path / "merged" / "model.safetensors"))
+    assert largest_difference(dict(merged_weights(base, tmp_path / "policy")), tensors) < 1e-6
 
 
 def test_switched_off_it_is_the_base_model_bit_for_bit_and_switched_on_it_trains_again(tiny_folder: Path) -> None:
@@ -219,3 +221,5 @@ def test_merged_it_is_one_model_with_the_same_logprobs_and_types(
     assert {name: (t.shape, t.dtype) for name, t in tensors.items()} == {
         name: (t.shape, t.dtype) for name, t in of_base.items()
     }
+    streamed = {name: tensor.to(of_base[name].dtype) for name, tensor in merged_weights(base, policy)}
+    assert largest_difference(streamed, tensors) == 0, "as an engine on CPUs loads it"
