@@ -44,7 +44,7 @@ up to which a pack is not divided. More of them at a time would save a few hundr
 WORTH = 1.1
 """How many times as fast they have to be: rounding costs something too."""
 _CPU = Path("/proc/cpuinfo")
-_SECONDS = 60.0
+_SECONDS = 120.0
 """For the trial, most of it for the import of torch."""
 
 
