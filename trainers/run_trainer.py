@@ -70,6 +70,7 @@ class RunTrainer:
         """About the size of every policy written whole."""
         self._base_tokenizer = tokenizer_sha256(self._base_folder)
         self.trainer = Trainer(self._base_folder, config, reference=self._reference(reference))
+        self._give_back()  # what reading the model took for a moment
         if config.train.lora is None:
             refuse_unstored(self.trainer.model.causal_lm, self._base_folder)
         self._dtypes = self._published_dtypes()
@@ -200,14 +201,17 @@ class RunTrainer:
                 max_gap=self.config.train.max_gap if is_judged else math.inf,
             )
             self.trainer.free_gradients()
-            if self.policy_bytes >= _LARGE:
-                # Blocks of its steps are of other sizes each time, so what is kept fits the next ones less and less.
-                give_back_freed_memory()
+            self._give_back()
             return {**metrics, **samples.turn_metrics}
         nothing = {"trained_tokens": 0.0, "trained_rows": 0.0, "trained_groups": 0.0}
         if claim.fallback == "skip_step":
             return {**nothing, "skipped": 1.0}
         return {**nothing, **self.trainer.step_without_gradient(step=claim.step)}
+
+    def _give_back(self) -> None:
+        """Of a large model blocks are of other sizes each time, so what is kept fits the next ones less and less."""
+        if self.policy_bytes >= _LARGE:
+            give_back_freed_memory()
 
     def restore(self, steps: Sequence[Step]) -> None:
         """Train recorded steps again; without the weights they made, take the recorded ones."""

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollouts.engines.engine import Generation
+from rollouts.engines.engine import EngineError, Generation
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_json
 from storage.policies.model_config import model_config, number_bytes
@@ -82,12 +82,14 @@ async def check_drafts(generate: Generate, replayed: Replayed, arguments: Mappin
     most = ROUNDING[number_bytes(arguments, model_config(model))]
     length = min(_LENGTHS[1], arguments["max_model_len"] // 2)
     prompts = [_prompt(number, length) for number in range(_DRAFTED)]  # they repeat themselves, which can be drafted
-    replies = await asyncio.gather(
-        *(
-            generate(prompt, sampling=Sampling(max_tokens=length - 2, seed=number), request_id=f"draft{number}")
-            for number, prompt in enumerate(prompts)
-        )
+    asking = (
+        generate(prompt, sampling=Sampling(max_tokens=length - 2, seed=number), request_id=f"draft{number}")
+        for number, prompt in enumerate(prompts)
     )
+    try:
+        replies = await asyncio.gather(*asking)
+    except EngineError as error:
+        raise InvalidInput(f"engine.vllm.speculative_config: {error}; leave it out") from error
     gaps: list[float] = []
     for number, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
         own = await replayed([*prompt, *reply.token_ids], f"replayed{number}")

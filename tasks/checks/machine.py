@@ -44,7 +44,7 @@ up to which a pack is not divided. More of them at a time would save a few hundr
 WORTH = 1.1
 """How many times as fast they have to be: rounding costs something too."""
 _CPU = Path("/proc/cpuinfo")
-_SECONDS = 60.0
+_SECONDS = 120.0
 """For the trial, most of it for the import of torch."""
 
 
@@ -73,10 +73,10 @@ def best_precision(config: RunConfig, about: Mapping[str, Any]) -> Precision:
     """What is best on this machine for a model with this `config.json`."""
     if stored_dtype(about) != "bfloat16":
         return Precision("float32", f"the model is stored in {stored_dtype(about) or 'a type that is not known yet'}")
+    if os.environ.get("RAY_ADDRESS"):  # not asked: a session of this process may be on that cluster
+        return Precision("float32", "the cluster's processors are not known here; bfloat16 is for you to choose")
     if config.train.device != "cpu" and gpus_of(nodes_to_use()):
         return Precision("float32", "on GPUs bfloat16 is for you to choose")
-    if os.environ.get("RAY_ADDRESS"):
-        return Precision("float32", "the cluster's processors are not known here; bfloat16 is for you to choose")
     name, has = processor()
     if not has:
         return Precision("float32", f"{name} has no products in bfloat16 ({', '.join(PRODUCTS[:2])})")
@@ -101,9 +101,8 @@ def processor() -> tuple[str, list[str]]:
     text = ""
     with contextlib.suppress(OSError):
         text = _CPU.read_text()
-    fields = dict(
-        reversed([[part.strip() for part in line.split(":", 1)] for line in text.splitlines() if ":" in line])
-    )
+    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in pairs}
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     return fields.get("model name") or platform.machine(), [name for name in PRODUCTS if name in flags]
 

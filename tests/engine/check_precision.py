@@ -53,7 +53,7 @@ async def check(base: Path, scratch: Path) -> None:
     assert max(plain + merged) < SUSPICIOUS_GAPS["bfloat16"]
     assert max(plain) < max(quantised) < TrainSettings().max_gap, "off by more than rounding, and not quarantined"
     drafts = Bench(base, folders["drafts"], speculative_config=N_GRAMS)
-    with pytest.raises(InvalidInput, match=r"speculative_config: the log-probabilities .* nats per token off"):
+    with pytest.raises(InvalidInput, match="speculative_config: .*log-probabilit.*leave it out"):
         await drafts.start()
     await drafts.engine.stop()
     print("all checks passed")

@@ -81,3 +81,13 @@ def test_drafted_tokens_with_other_logprobs_than_the_policys_are_refused(
         return
     with pytest.raises(InvalidInput, match=r"speculative_config: .* they are (0.05|nan) nats per token off"):
         asyncio.run(checking)
+
+
+def test_an_engine_whose_drafts_have_nan_for_a_logprob_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+
+    async def generate(prompt_ids: list[int], **_: Any) -> Generation:
+        return Generation(token_ids=[5], logprobs=[float("nan")], weight_versions=[0], finish_reason="length")
+
+    with pytest.raises(InvalidInput, match="speculative_config: the engine's log-probability of token .* is nan"):
+        asyncio.run(check_drafts(generate, generate, {"max_model_len": 64}, tmp_path))  # type: ignore[arg-type]

@@ -73,7 +73,6 @@ def test_a_model_in_float32_a_gpu_and_an_unknown_cluster_are_float32(
     monkeypatch.setattr(module, "gpus_of", lambda nodes: 1.0)
     assert _dtype(a_config()) == "float32" and _dtype(a_config(train={"device": "cpu"})) == "bfloat16"
     monkeypatch.setattr(module, "gpus_of", lambda nodes: 0.0)
-    monkeypatch.setattr(module, "nodes_to_use", list)
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
     assert _dtype(a_config()) == "float32" and len(trials) == 1
 
