@@ -358,10 +358,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="millrace-loop-") as folder:
         scratch = Path(folder)
         parameters = make_model(work.shape, scratch / "model")
-        for number in range(options.cold_starts if on_gpu else 0):
+        for start in range(options.cold_starts if on_gpu else 0):
             one = Work(**{**vars(work), "rounds": 1})
             try:
-                run_mode(one, "phases-0", scratch / "model", scratch / f"cold-{number}")
+                run_mode(one, "phases-0", scratch / "model", scratch / f"cold-{start}")
                 started += 1
             except RuntimeError as error:
                 print(error, file=sys.stderr)

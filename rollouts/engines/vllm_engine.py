@@ -106,7 +106,7 @@ class VllmEngine:
         self._slot: Any = None
         """The adapter slot that every request names; None if whole weights are served, or merged ones."""
         self._update = asyncio.Lock()
-        self._updating: asyncio.Task[WeightUpdate]
+        self._updating: asyncio.Task[Any]
         self._running: set[str] = set()
         self._aborts_begun = 0
         self._aborts_ended = 0
@@ -261,8 +261,8 @@ class VllmEngine:
         self, what: str, weights: Callable[[], Weights], broadcast: Broadcast | None = None
     ) -> WeightUpdate:
         # In a task of its own: a cancelled caller must not leave half of the new weights behind.
-        self._updating = asyncio.create_task(self._load(what, weights, broadcast))
-        return await asyncio.shield(self._updating)
+        loading = self._updating = asyncio.create_task(self._load(what, weights, broadcast))
+        return await asyncio.shield(loading)
 
     async def _load(self, what: str, weights: Callable[[], Weights], broadcast: Broadcast | None) -> WeightUpdate:
         async with self._update:

@@ -8,6 +8,9 @@ process and part; the engine's arguments where it shares a GPU; or a refusal tha
     engine part    weights; keys and values: what is left of a shared GPU, at most what all requests can fill
     both           a fixed overhead for libraries, CUDA's context and graphs
 
+Who takes turns on a GPU (`tasks.checks.gpu_share`) has it to itself but for the other's libraries, and waits in the
+machine's memory.
+
 What a layer keeps per token was counted by hooks on the saved tensors of Llama, Qwen2 and Qwen3 layers; without the
 attention's own it is near to Korthikanti et al. 2022, equation 2 (https://arxiv.org/abs/2205.05198).
 """
@@ -386,7 +389,7 @@ def _changes(config: RunConfig, *, on_gpu: bool) -> list[tuple[str, list[Any]]]:
             [tokens for tokens in halves if tokens >= max(512, longest / train.sequence_parallel)],
         ),
         ("train.activation_checkpointing", [True] * (not train.activation_checkpointing)),
-        ("engine.share", ["phases"] * (on_gpu and config.engine.share == "split")),
+        ("engine.share", ["phases"] * (config.engine.share == "split" and config.max_staleness == 0)),
         ("train.offload_activations", [True] * (on_gpu and not train.offload_activations)),
         ("train.dtype", ["bfloat16"] * (train.computes_in == "float32")),
         ("engine.max_model_len", [longest // 2] * (longest > 1024)),

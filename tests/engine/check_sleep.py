@@ -70,8 +70,9 @@ async def the_memory_is_another_ones_meanwhile(bench: Bench) -> None:
     await bench.assert_serving()
 
 
-async def check(base: Path, scratch: Path, *, adapters: bool) -> None:
-    bench = Bench(base, scratch, adapters=adapters, enable_sleep_mode=True, gpu_memory_utilization=0.5)
+async def check(base: Path, scratch: Path, *, adapters: bool, eager: bool) -> None:
+    sleeps = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.5, "enforce_eager": eager}
+    bench = Bench(base, scratch, adapters=adapters, **sleeps)
     await bench.start()
     try:
         await requests_span_a_sleep(bench)
@@ -87,10 +88,10 @@ async def check(base: Path, scratch: Path, *, adapters: bool) -> None:
 
 
 async def main(base: Path, scratch: Path) -> None:
-    for adapters in (False, True):
-        folder = scratch / str(adapters)
+    for adapters, eager in ((False, False), (False, True), (True, True)):  # CUDA graphs keep the addresses of weights
+        folder = scratch / f"{adapters}-{eager}"
         folder.mkdir()
-        await check(base, folder, adapters=adapters)
+        await check(base, folder, adapters=adapters, eager=eager)
     print("all checks passed")
 
 

@@ -332,3 +332,36 @@ def test_the_trainer_has_the_threads_that_it_is_given(num_threads: int, environm
     asyncio.run(trainer.open("trainer-0", "module:Worker", settings=settings))
     assert trainer._suspicious_gap == 0.15
     assert cluster.environments == environments
+
+
+class _Sleeper(_Cluster):
+    """A process that takes turns, and remembers when it did what."""
+
+    def __init__(self) -> None:
+        super().__init__(num_gpus=0.5)
+        self.did: list[str] = []
+
+    async def call(self, method: str, *arguments: Any, **keywords: Any) -> str:
+        self.did.append(method)
+        return await super().call(method, *arguments, **keywords) if method == "open" else ""
+
+
+def test_an_engine_of_a_shared_gpu_sleeps_for_the_trainer_and_starts_when_it_has_left() -> None:
+    cluster: Any = _Sleeper()
+    trainer: Any = _Sleeper()
+
+    async def script() -> None:
+        device = SharedDevice(lambda: trainer, in_phases=True, seconds=5.0)
+        fleet = Fleet(a_log(), cluster, config=a_config(), device=device)
+        await fleet.start("rollout-0")
+        async with device.training():
+            assert cluster.did == ["open", "sleep"] and trainer.did == ["take_device"]
+            starting = asyncio.create_task(fleet.start("rollout-1"))
+            await asyncio.wait([starting], timeout=0.05)
+            assert cluster.did == ["open", "sleep"], "the trainer has the GPU"
+        await starting
+        await device.generate()
+        assert cluster.did == ["open", "sleep", "open", "wake", "wake"]
+        assert trainer.did == ["take_device", "leave_device"]
+
+    asyncio.run(script())

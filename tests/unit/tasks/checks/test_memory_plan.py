@@ -70,6 +70,8 @@ def test_who_takes_turns_needs_the_larger_of_two_parts_and_leaves_the_rest_in_th
     with pytest.raises(InvalidInput, match="the run needs .* of GPU 0, which has"):
         check_memory(split, QWEN, _cards(17))
     check_memory(by_turns, QWEN, _cards(17))
+    with pytest.raises(InvalidInput, match=r'fits: .*engine\.share = "phases"'):
+        check_memory(_gsm8k(**{"max_staleness": 0, "engine.share": "split"}), QWEN, _cards(17))
     vllm = with_engine_share(by_turns, QWEN, _cards(17)).engine.vllm
     assert vllm["kv_cache_memory_bytes"] == engine.parts["keys and values"]
     assert engine.total + trainer.parts["libraries"] <= (1 - plans.MARGIN) * 17 * GIB + 1
