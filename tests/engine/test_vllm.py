@@ -176,5 +176,5 @@ def test_agents_of_others_train_unchanged(home: Home, tmp_path: Path, agent: str
             assert {row["sequence_idx"] for row in rows} == {0}
             assert any(each["stopped_by"] == "</search>" for each in requests)
             texts = [tokenizer.decode(row["input_ids"]) for row in rows if len(row["turns"]) > 1]
-            assert texts and all("</search><user><information>" in text for text in texts)
+            assert texts and all("<end><user><information>" in text for text in texts)
     assert all(step.metrics["engine_gap"] <= 1e-4 for step in steps)
