@@ -67,7 +67,7 @@ def _run(plan: TestPlan, solution: Solution, verdicts: TextIO, *, as_leetcode: b
     methods = [node for each in plan.body if isinstance(each, ast.ClassDef) for node in each.body]
     solution.classes, solution.reads_arrays = plan.classes, plan.uses_arrays
     solution.closed |= {node.name for node in methods if isinstance(node, Function)}
-    space["__type_of"] = type_of
+    space["_type_of_"] = type_of
     defined = solution.names(as_leetcode=as_leetcode)
     for module_name, name in _FOR_BOTH:
         if module_name != "numpy" or plan.uses_arrays:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from rollouts.sandbox.unsupported import unsupported
 from rollouts.sandbox.wire import DATA_NAMES
 
+_SET_UPS = ("setup_module", "teardown_module", "setup_function", "teardown_function", "setUpModule", "tearDownModule")
 _LATE_SKIPS = ("skipTest", "SkipTest", "importorskip")
 LIBRARY = {
     **dict.fromkeys(("isclose", "isnan", "isinf", "inf", "nan", "pi"), "math"),
@@ -225,7 +226,7 @@ class _Types(ast.NodeTransformer):
         return self._type_of(node, node.value) if node.attr == "__class__" else node
 
     def _type_of(self, node: ast.expr, value: ast.expr) -> ast.AST:
-        function = ast.copy_location(ast.Name("__type_of", ast.Load()), node)
+        function = ast.copy_location(ast.Name("_type_of_", ast.Load()), node)
         return ast.copy_location(ast.Call(function, [value], []), node)
 
 
@@ -254,6 +255,8 @@ def _check_choices(nodes: Sequence[ast.AST]) -> None:
 
 
 def _needs_pytest(node: ast.AST) -> bool:
+    if isinstance(node, ast.FunctionDef) and node.name in _SET_UPS:
+        return True
     if isinstance(node, ast.Import):
         return any(alias.name.partition(".")[0] == "pytest" for alias in node.names)
     return isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "pytest"

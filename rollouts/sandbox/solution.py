@@ -17,6 +17,7 @@ import contextlib
 import importlib
 import io
 import operator
+import random
 import re
 import sys
 import types
@@ -142,6 +143,7 @@ class Solution(Link):
             case {"yours": _}, [owner, str(name), *_] if does.endswith("attr"):
                 kind = type(owner)
                 is_read = isinstance(owner, _OPEN) and does == "getattr"
+                is_read |= isinstance(owner, type) and owner.__module__ == "__main__" and does == "getattr"
                 is_open = is_read or kind.__module__ == "__main__" or kind is types.SimpleNamespace
                 is_method = does != "getattr" and callable(getattr(kind, name, None))
                 if name.startswith("_") or not is_open or is_method:
@@ -157,6 +159,6 @@ class Solution(Link):
             raise
 
 
-_OPEN = (io.StringIO, io.BytesIO, re.Pattern, re.Match, types.SimpleNamespace)
+_OPEN = (random.Random, io.StringIO, io.BytesIO, re.Pattern, re.Match, types.SimpleNamespace)
 """Types of Python whose attributes the code may read, besides those that the tests define. A function or generator has
 some that lead to the names of the tests."""

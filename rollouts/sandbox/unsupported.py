@@ -21,6 +21,7 @@ _IN_ONE_PROCESS = {
 _NOT_ACROSS = {
     **dict.fromkeys(("asyncio", "anyio", "trio"), "its coroutines cannot be awaited here"),
     **dict.fromkeys(("inspect", "dis", "vars", "typing.get_type_hints"), _SEEN),
+    **dict.fromkeys(("types.GeneratorType", "types.FunctionType", "types.LambdaType", "types.MethodType"), _SEEN),
     **dict.fromkeys(
         ("__doc__", "__annotations__", "__code__", "__defaults__", "__dict__", "__mro__", "__bases__"), _SEEN
     ),

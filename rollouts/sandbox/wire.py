@@ -236,8 +236,8 @@ class Link:
             case {"exception": names}:
                 return exception_class(tuple(names))
             case {"error": [names, arguments, attributes, text]}:
-                kind = exception_class(tuple(names))
-                return make_exception(kind, self._decode(arguments), dict(self._decode(attributes)), str(text))
+                values = self._decode(arguments), dict(self._decode(attributes)), str(text)
+                return make_exception(exception_class(tuple(names)), *values)
             case {"namedtuple": [name, fields, values]}:
                 return namedtuple(name, fields)(*self._decode(values))
             case dict():

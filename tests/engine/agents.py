@@ -100,8 +100,8 @@ def _alike(text: str, other: str) -> float:
     return sum(a == b for a, b in zip(text, other, strict=False)) / len(other)
 
 
-def base_model(folder: Path) -> Path:
-    """It searches for what was asked, and answers with a name; smolagents' instructions fit in its context."""
+def base_model(folder: Path, *, num_layers: int) -> Path:
+    """With two layers it searches for what was asked; smolagents' instructions fit in its context."""
     draw, demonstrations = random.Random(0), []
     for question in draw.choices(_QUESTIONS["train"], k=400):
         found = f"{question.supporting[0]}: {question.answer}"
@@ -113,9 +113,9 @@ def base_model(folder: Path) -> Path:
     make_base_model(
         folder,
         demonstrations,
-        hidden_size=32,
-        num_layers=1,
-        target_loss=0.3,
+        hidden_size=32 * num_layers,
+        num_layers=num_layers,
+        target_loss=0.25,
         num_steps=100,
         batch_size=16,
         learning_rate=3e-3,
