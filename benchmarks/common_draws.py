@@ -139,14 +139,15 @@ def variances(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
     return {"difference": mean, "same_seed": same, "different_seeds": different}
 
 
-async def measure(*, steps: int, seeds: int, batch_size: int) -> dict[str, Any]:
+async def measure(*, steps: int, seeds: int, batch_size: int, model: Path | None) -> dict[str, Any]:
     """All runs, and what follows from them."""
     found: dict[str, list[list[float]]] = {loss: [] for loss in LOSSES}
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         scratch = Path(folder)
-        demonstrations = Arithmetic().demonstrations(50_000, seed=0)
-        make_base_model(scratch / "base", demonstrations, seed=0, **WarmupSettings().model_dump())
-        bench = Bench(scratch / "base", scratch)
+        if model is None:
+            demonstrations = Arithmetic().demonstrations(50_000, seed=0)
+            make_base_model(scratch / "base", demonstrations, seed=0, **WarmupSettings().model_dump())
+        bench = Bench(model or scratch / "base", scratch)
         try:
             await bench.start()
             for seed in range(seeds):
@@ -180,11 +181,12 @@ def main(
     steps: Annotated[int, typer.Option(min=2)] = 10,
     seeds: Annotated[int, typer.Option(min=3)] = 8,
     batch_size: Annotated[int, typer.Option(min=4)] = 64,
+    model: Annotated[Path | None, typer.Option(help="base model of an earlier run, instead of a new one")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="where to save the numbers")] = None,
 ) -> None:
     """Measure, print, and save when asked."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    numbers = asyncio.run(measure(steps=steps, seeds=seeds, batch_size=batch_size))
+    numbers = asyncio.run(measure(steps=steps, seeds=seeds, batch_size=batch_size, model=model))
     table = Table(title=f"variance over {seeds} seeds of {LOSSES[0]} − {LOSSES[1]}", title_justify="left")
     for column in ("mean reward", "difference", "different seeds", "same seed", "ratio"):
         table.add_column(column)

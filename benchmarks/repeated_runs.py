@@ -200,7 +200,7 @@ def measure(
             **compare(runs.state(name), runs.state(again)),
             "starts": runs.num_starts,
             "seconds": [round(first_seconds, 1), round(time.perf_counter() - started, 1)],
-            "settings": settings,
+            "settings": [each for each in settings if not each.startswith("model=")],  # a folder of this machine
         }
 
 

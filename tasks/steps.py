@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, TypeVar, cast
 
 from prefect import task
@@ -102,7 +102,7 @@ async def all_sampled(session: RunSession, *, config: RunConfig) -> None:
     session.clock.waited_seconds += time.perf_counter() - started
 
 
-async def _looks(session: RunSession, config: RunConfig) -> AsyncIterator[RunState]:
+async def _looks(session: RunSession, config: RunConfig) -> AsyncGenerator[RunState, None]:
     """What is true now, and again after every arrival in the log. Raises `Stalled` if no group finished for
     `rollout.stall_timeout` seconds."""
     log, fleet, stall_timeout = session.log, session.fleet, config.rollout.stall_timeout
