@@ -235,6 +235,8 @@ COVERED_BY = {
     "python -m benchmarks.learning_curve search-agent *": f"needs the run that is drawn; of another: {_QUICK}",
     "python benchmarks/gpu_train_step.py": "needs a GPU; on CPUs, a tiny model: "
     "test_a_tiny_step_runs_with_torch_and_transformers_alone",
+    "python benchmarks/gpu_loop.py *": "needs a GPU; what it runs: "
+    "test_each_mode_is_a_run_file_that_shares_one_gpu_as_its_name_says",
     "python -m benchmarks.*": f"{_IDLE}; in seconds: test_a_benchmark_runs_in_its_smallest_form",
     "python -m examples.search_agent.prepare_hotpotqa *": "needs a data set; of two questions in its layout: "
     "test_hotpotqa_becomes_a_folder_the_agent_reads",
@@ -242,6 +244,7 @@ COVERED_BY = {
     "test_browsecomp_plus_becomes_a_folder_the_agent_reads",
     "OPENAI_API_KEY=… python examples/search_agent/program.py *": "needs a model to ask; a scripted one: "
     "test_a_program_gives_the_rows_that_the_agent_gives",
+    "python -m pytest -m gpu": "needs a GPU; on a model of one: test_rounds_take_turns_and_the_memory_suffices",
     "python -m tests.api_page": "needs a page to write: test_the_reference_page_has_every_name_as_the_code_has_it",
     "python -m tests.configuration_page": "needs a page to write: test_the_page_has_every_key_as_the_settings_have_it",
     "python -m tests.gpus_page": "needs a page to write: test_the_page_says_of_the_usual_sizes_what_the_plan_says",
