@@ -84,7 +84,8 @@ async def next_batch(session: RunSession, *, config: RunConfig) -> Claim:
                 await session.fleet.wait_for_stragglers(version=claim.base_version)
                 paced = True
                 # What has finished meanwhile may be in the log already, committed by `produce`.
-                claim = next_claim(session.log.refresh(), config)
+                state = session.log.refresh()
+                claim = None if state.paused else next_claim(state, config)
             if claim is not None:
                 session.clock.waited_seconds += time.perf_counter() - started
                 return claim
