@@ -318,6 +318,15 @@ async def a_dead_engine_fails_everything_at_once(bench: Bench) -> None:
             await bench.load(bench.other)
 
 
+async def adapters_change_as_whole_weights_do(bench: Bench, first: str, broken: dict[str, str]) -> None:
+    for mode in ("keep", "keep", "abort", "wait"):
+        await running_requests_span_the_swap(bench, mode, True)
+    bench.engine.update_mode = "keep"
+    await a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench, broken)
+    await running_requests_span_the_swap(bench, "keep", True, folder=bench.folders[0])
+    await equal_weights_have_equal_checksums_and_others_do_not(bench, first)
+
+
 async def check(base: Path, scratch: Path) -> None:
     bench = Bench(base, scratch, guided_decoding=True, max_num_batched_tokens=64)
     first = await bench.start()

@@ -12,11 +12,7 @@ import pytest
 from rollouts.engines.engine import EngineError
 from rollouts.engines.vllm_lora import check_applied
 from tests.engine.bench import Bench
-from tests.engine.check_engine import (
-    a_policy_that_cannot_be_loaded_leaves_the_old_one_serving,
-    equal_weights_have_equal_checksums_and_others_do_not,
-    running_requests_span_the_swap,
-)
+from tests.engine.check_engine import adapters_change_as_whole_weights_do
 
 BROKEN = {
     "a rank that is too large": "rank",
@@ -44,12 +40,7 @@ async def check(base: Path, scratch: Path) -> None:
     try:
         first = await bench.start()
         await bench.assert_serving()
-        for mode in ("keep", "keep", "abort", "wait"):
-            await running_requests_span_the_swap(bench, mode, True)
-        bench.engine.update_mode = "keep"
-        await a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench, BROKEN)
-        await running_requests_span_the_swap(bench, "keep", True, folder=bench.folders[0])
-        await equal_weights_have_equal_checksums_and_others_do_not(bench, first)
+        await adapters_change_as_whole_weights_do(bench, first, BROKEN)
         await an_engine_that_answers_with_the_base_model_is_noticed(bench)
     finally:
         await bench.engine.stop()

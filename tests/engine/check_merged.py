@@ -7,11 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.engine.bench import Bench
-from tests.engine.check_engine import (
-    a_policy_that_cannot_be_loaded_leaves_the_old_one_serving,
-    equal_weights_have_equal_checksums_and_others_do_not,
-    running_requests_span_the_swap,
-)
+from tests.engine.check_engine import adapters_change_as_whole_weights_do
 
 BROKEN = {
     "not weights": "header",
@@ -38,12 +34,7 @@ async def check(base: Path, scratch: Path) -> None:
         first = await bench.start()
         assert not bench.engine._has_slot
         await bench.assert_serving()
-        for mode in ("keep", "keep", "abort", "wait"):
-            await running_requests_span_the_swap(bench, mode, True)
-        bench.engine.update_mode = "keep"
-        await a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench, BROKEN)
-        await running_requests_span_the_swap(bench, "keep", True, folder=bench.folders[0])
-        await equal_weights_have_equal_checksums_and_others_do_not(bench, first)
+        await adapters_change_as_whole_weights_do(bench, first, BROKEN)
     finally:
         await bench.engine.stop()
     await a_start_on_an_adapter_serves_it(base, scratch / "resumed")
