@@ -54,10 +54,11 @@ def _engine_of(worker: psutil.Process) -> list[psutil.Process]:
 def test_a_killed_engine_is_replaced_with_its_worker(home: Home, base_model: Path) -> None:
     """While requests are running. In the long form also one that stays stopped while it loads new weights: it is killed
     for that."""
-    batch_size, num_steps, run = 8, 20, "arithmetic"
+    batch_size, num_steps, run = 8, 40, "arithmetic"
     process = home.start(
         *("train", str(ARITHMETIC), f"model={base_model}", f"steps={num_steps}"),
         *(f"batch_size={batch_size}", "n_samples=2", "evaluation.every=0", "max_staleness=0"),
+        "rollout.max_concurrent=2",  # most of a step is generation, so it is met there however seldom one looks
     )
 
     def loads_weights(state: RunState) -> bool:
