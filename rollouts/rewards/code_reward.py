@@ -52,7 +52,8 @@ def unit_tests(
       they are, and are used from there: functions, iterators and objects of the tests' classes by the code, those of
       the code by the tests. Tests that use files, the environment, warnings, pandas, torch or asyncio, or replace what
       the code uses, are refused. Objects of the code's classes equal only each other, and take part in `+` or `in`
-      with plain data only if the tests made them.
+      with plain data only if the tests made them, of a name that they use as a class's: where a name in CapWords may
+      be either, as in `T(7) % 4 == 3`, and where such objects are compared with numbers or text, they are refused too.
     * JSON: `[{"input": "2 3", "output": "5"}, …]` or `{"inputs": […], "outputs": […]}`: standard input and output.
       White space at the ends of lines is ignored; a script that ends with an error has failed.
     * The same with `"fn_name"` (APPS, LiveCodeBench): calls of that function, or of that method of `Solution`. Inputs

@@ -22,8 +22,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rollouts.sandbox.classes_of_code import classes_of_code, met_with_data
 from rollouts.sandbox.unsupported import unsupported
-from rollouts.sandbox.wire import DATA_NAMES
 
 _SET_UPS = ("setup_module", "teardown_module", "setup_function", "teardown_function", "setUpModule", "tearDownModule")
 _LATE_SKIPS = ("skipTest", "SkipTest", "importorskip")
@@ -96,12 +96,13 @@ def read_tests(source: str) -> TestPlan:
     ]
     if late := [node for node in nodes if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test")]:
         raise CannotRun(f"line {late[0].lineno}: {late[0].name} is a coroutine; tests are called, not awaited")
-    classes = {node.name: count for node in body if isinstance(node, ast.ClassDef) and (count := _num_methods(node))}
-    needs_pytest = bool(classes) or any(_needs_pytest(node) for node in nodes)
+    in_classes = {node.name: _num_methods(node) for node in body if isinstance(node, ast.ClassDef)}
+    in_classes = {name: count for name, count in in_classes.items() if count}
+    needs_pytest = bool(in_classes) or any(_needs_pytest(node) for node in nodes)
     needs_pytest = needs_pytest or any(ast.unparse(each.args) or each.decorator_list for each in defined)
     asserting = _asserting(body, {node.name for node in defined})
     statements = [node for node in body if not isinstance(node, Function | ast.ClassDef) and _asserts(node, asserting)]
-    functions = dict.fromkeys((node.name for node in defined), 1) | classes
+    functions = dict.fromkeys((node.name for node in defined), 1) | in_classes
     if not functions and not statements:
         statements = [node for node in body if isinstance(node, ast.Expr) and _calls_something(node.value)]
     if not functions and not statements:
@@ -120,7 +121,10 @@ def read_tests(source: str) -> TestPlan:
             )
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     uses_arrays = bool((used | own) & {"np", "numpy"} or attributes & {"shape", "dtype", "ndim", "tolist"})
-    return TestPlan(body, statements, functions, needs_pytest, wanted, _classes(nodes), own, is_dynamic, uses_arrays)
+    classes = classes_of_code(nodes)
+    if reason := next(met_with_data(nodes, classes, given), ""):
+        raise CannotRun(reason)
+    return TestPlan(body, statements, functions, needs_pytest, wanted, classes, own, is_dynamic, uses_arrays)
 
 
 def _imported_from_solution(nodes: Sequence[ast.AST]) -> set[str]:
@@ -148,42 +152,6 @@ def _attributes(nodes: Sequence[ast.AST], name: str) -> set[str]:
     uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
     owners = [node for node in nodes if isinstance(node, ast.Attribute) and node.value in uses]
     return {node.attr for node in owners} | ({""} if len(uses) > len(owners) else set())
-
-
-def _classes(nodes: Sequence[ast.AST]) -> set[str]:
-    """Names whose results have attributes that data lacks, are returned, or are on both sides of a comparison.
-
-    That says that `Vector(1, 2)` is an object, and not data: `abs(Sum(2, 3) - 5) < 1e-9` compares data.
-    """
-    assigned = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
-    made = {ast.unparse(target): _callee(node.value) for node in assigned for target in getattr(node, "targets", [])}
-    parts = [part for node in nodes if isinstance(node, ast.ClassDef) for part in node.body]
-    methods = {part.name for part in parts if isinstance(part, Function)}
-    classes = {"Solution"}
-
-    def makers(node: ast.AST) -> set[str]:
-        parts = list(ast.walk(node))
-        names = [ast.unparse(part) for part in parts if isinstance(part, ast.Name | ast.Attribute)]
-        return {_callee(part) for part in parts} | {made.get(name, "") for name in names}
-
-    for node in nodes:
-        match node:
-            case ast.Attribute(value=owner, attr=name) if name not in DATA_NAMES | methods:
-                classes |= {_callee(owner), made.get(ast.unparse(owner), ""), getattr(owner, "id", "")}
-                classes |= makers(owner) if isinstance(owner, ast.BinOp | ast.UnaryOp) else set()
-            case ast.Return(value=ast.Call() as call) | ast.Yield(value=ast.Call() as call):
-                classes.add(_callee(call))
-            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kinds]):
-                classes |= {
-                    ast.unparse(part).rpartition(".")[2] for part in ast.walk(kinds) if isinstance(part, ast.expr)
-                }
-            case ast.Compare(left=left, comparators=[right, *_]):
-                classes |= makers(left) & makers(right)
-    return classes - {""}
-
-
-def _callee(node: ast.AST | None) -> str:
-    return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
 
 def _module(node: ast.AST) -> str | None:

@@ -115,6 +115,8 @@ MAIN = "\nif __name__ == '__main__':\n    {}"
 STACK = "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
 STACK += "    def __contains__(self, x): return {}\n    def __len__(self): return {}"
 ERROR = "class Odd(ValueError): pass\ndef f(x):\n    if x % 2: raise {}('odd ' + str(x))"
+T = "class T:\n    def __init__(s, x): s.x = x\n    def __mod__(s, n): return {}\n    def __divmod__(s, n): return s.x // n, {}"
+V = "class V:\n    def __init__(s, x): s.x = x\n    def __mul__(s, n): return V({})\n    def __eq__(s, o): return isinstance(o, V) and s.x == o.x"
 VALUE = "import collections, datetime\ndef f(): return {}"
 RAISES = (
     "import pytest\nimport solution\ndef test_f():\n    with pytest.raises(solution.Odd, match='odd 3'): solution.f(3)"
@@ -167,6 +169,9 @@ FORMS: list[tuple[object, str, str]] = [
     ("s = Stack()\ns.push(1)\nassert 1 in s and 2 not in s and len(s) == 1", STACK.format("x in self.items", "len(self.items)"), STACK.format("False", "0")),
     ("assert isinstance(f(), C) and not isinstance(1, C)", "class C: pass\ndef f(): return C()", "class C: pass\ndef f(): return 1"),
     ("with C() as x: assert x == 1", "class C:\n    def __enter__(self): return 1\n    def __exit__(self, *_): pass", "class C: pass"),
+    ("assert isinstance(T(7), T)\nassert T(7) % 4 == 3\nassert divmod(T(7), 2) == (3, 1)", T.format("s.x % n", "s.x % n"), T.format("0", "0")),
+    ("import unittest\nclass A(unittest.TestCase):\n    def test_a(self): self.assertEqual(V(1) * 2, V(2))", V.format("s.x * n"), V.format("0")),
+    ("assert abs(Sum(2, 3) - 5) < 1e-9 and Sum(1, 1) - 2 == 0", "def Sum(a, b): return a + b", "class Sum:\n    def __init__(s, *_): pass\n    def __sub__(s, _): return 0"),
     ("assert float(C()) == 0.5 and abs(C()) == 1", "class C:\n    def __float__(self): return 0.5\n    def __abs__(self): return 1", "class C: pass"),
 ]  # fmt: skip
 
@@ -338,6 +343,34 @@ NOT_ACROSS = [
         ),
         (_packed([{"input": "[1]", "output": "1", "testtype": "functional"}]), "do not name it"),
         *((tests, f"the tests use {name}: the code under test") for tests, name in NOT_ACROSS),
+        *(
+            (f"x = 1\nassert {test}", "line 2: `.*` computes with plain data, and the tests do not say whether T is")
+            for test in (
+                "T(7) % 4 == 3",
+                "divmod(T(7), 2) == (3, 1)",
+                "3 + T(4) == 7",
+                "sum([T(1), T(2)]) == 3",
+                "T(7) - 4 == 3",
+                "round(T(7) / 2, 1) == 3.5",
+            )
+        ),
+        ("t = T(7)\nassert t * 2 == 14", "line 2: `t \\* 2` computes with plain data"),
+        (
+            "import unittest\nclass A(unittest.TestCase):\n    def test_a(self): self.assertEqual(T(7) % 4, 3)",
+            "whether T is",
+        ),
+        *(
+            (
+                f"assert M(5).cents == 500\n{test}",
+                "line [23]: .* compares an object of the code's class M with plain data",
+            )
+            for test in (
+                "assert M(5) == 5",
+                "assert M(5) < 6",
+                "assert 5 in [M(5)] or M(5) in [5]",
+                "m = M(5)\nassert m == 5",
+            )
+        ),
         (
             "def test_a():\n    global n\n    n = 0\n    f()\n    assert n == 1",
             "line 3: the tests bind the global n in",
