@@ -25,7 +25,7 @@ MODULES = {
 FUNCTIONS = {
     "tasks.checks.preflight": ["check_run", "play_tasks"],
     "infra.cluster": ["Cluster.__aenter__"],
-    "infra.prefect_server": ["ServerBeside.answers"],
+    "infra.services.prefect_server": ["ServerBeside.answers"],
     "tasks.base_model": ["store_model"],
     "infra.worker_process": ["Host.call"],
     "rollouts.engines.vllm_engine": ["VllmEngine.start"],

@@ -70,6 +70,11 @@ def local_tracking_uri() -> str:
     return sqlite_uri(home() / "mlflow.db")
 
 
+def prefect_database_url(file: Path) -> str:
+    """How Prefect is told where its database is."""
+    return sqlite_uri(file).replace("sqlite", "sqlite+aiosqlite", 1)
+
+
 def make_home() -> None:
     """Make the state folder. What Prefect keeps in it is for its user alone: blocks, and the key they are encrypted by.
 
@@ -186,8 +191,8 @@ def prepare_environment(run_folder: Path | None = None) -> Path:
         # Models and data sets of the hub stay where all programs of the user share them, if that place can be written.
         **({} if _is_writable(_hub_folder()) else {"HF_HOME": str(caches / "huggingface")}),
     }
-    if (database := sqlite_uri(folder / "prefect" / "prefect.db")) != f"sqlite:///{folder}/prefect/prefect.db":
-        defaults["PREFECT_API_DATABASE_CONNECTION_URL"] = database.replace("sqlite", "sqlite+aiosqlite", 1)
+    if sqlite_uri(file := folder / "prefect" / "prefect.db") != f"sqlite:///{file}":
+        defaults["PREFECT_API_DATABASE_CONNECTION_URL"] = prefect_database_url(file)
     if HOME not in os.environ or os.environ[HOME] == os.environ.get(HOME_FOUND):
         os.environ[HOME] = os.environ[HOME_FOUND] = str(folder)
     for key, value in defaults.items():

@@ -39,7 +39,7 @@ LIBRARY_EXCEPTIONS = {
     ("rollouts/engines/fixed_order.py", "torch"),  # as the next but one
     ("rollouts/engines/vllm_repairs.py", "torch"),  # as the next one
     ("rollouts/engines/vllm_worker.py", "torch"),  # it runs inside vLLM's worker; loaded lazily
-    ("infra/prefect_server.py", "uvicorn"),  # it is Prefect's server
+    ("infra/services/prefect_server.py", "uvicorn"),  # it is Prefect's server
     ("storage/objects/tensor_digests.py", "torch"),  # what both of those, and vLLM's workers, hold; loaded lazily
     ("trainers/data/samples.py", "pyarrow"),  # a table straight into arrays, without a copy through Python lists
     # The search agent's retrieval server and program are programs of their own, which no process of a run imports.
@@ -63,8 +63,8 @@ MORE_SIBLINGS = {
     "tasks": 15,
     "trainers/model": 15,
     "settings": 15,
-    "infra": 14,
     "rollouts/engines": 13,
+    "rollouts/sandbox": 13,
     "benchmarks": 35,
     "examples/search_agent": 20,
 }

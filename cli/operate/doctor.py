@@ -152,7 +152,7 @@ def check_memory() -> Finding:
 def check_ports() -> Finding:
     """Ports of `make up`: ours, or free. Others are used when they are taken."""
     from infra.ports import somebody_listens
-    from infra.services import running_services
+    from infra.services.services import running_services
 
     if running := running_services(home()):
         return Finding("services are up: " + ", ".join(f"{s.name} {s.url}" for s in running.values()))
@@ -182,7 +182,7 @@ def check_prefect() -> Finding:
     import httpx
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 
-    from infra.services import running_services
+    from infra.services.services import running_services
 
     server = running_services(home()).get("prefect")
     url = os.environ.get("PREFECT_API_URL") or (f"{server.url}/api" if server else PREFECT_API_URL.value() or "")

@@ -98,7 +98,7 @@ def _version(log: RunLog, name: str, tracking: str) -> int:
 
 def _mlflow_page(made: PolicyLineage, tracking: str) -> str:
     """Address of the version in MLflow's UI, if one is running or `tracking` names a server; else empty."""
-    from infra.services import TRAINING_VIEW, running_services
+    from infra.services.services import TRAINING_VIEW, running_services
 
     server = running_services(home()).get("mlflow") if not tracking else None
     root = server.url if server else tracking_uri(tracking)

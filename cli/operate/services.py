@@ -21,7 +21,7 @@ def up() -> None:
 
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from infra.services import NOTIFY, TRAINING_VIEW, start_services
+    from infra.services.services import NOTIFY, TRAINING_VIEW, start_services
     from tasks.prefect.flow_runs import crash_lost_flow_runs
 
     console = open_console()
@@ -53,7 +53,7 @@ def up() -> None:
 
 def down() -> None:
     """Stop what `millrace up` started."""
-    from infra.services import stop_services
+    from infra.services.services import stop_services
 
     stopped = stop_services(home())
     typer.echo(f"stopped {', '.join(stopped)}" if stopped else "nothing was running")

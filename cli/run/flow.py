@@ -27,8 +27,9 @@ from rich.logging import RichHandler
 from infra import forks
 from infra.environment import make_home
 from infra.placement import has_cores_for
-from infra.prefect_server import ServerBeside
-from infra.services import ServiceFailed, check_prefect_database, running_services
+from infra.services.prefect_database import prepare_prefect_database
+from infra.services.prefect_server import ServerBeside
+from infra.services.services import ServiceFailed, running_services
 from infra.structured_logs import log_driver, logs_are_json
 from settings.places.hints import command
 from settings.places.state_folder import home
@@ -104,7 +105,7 @@ def _report_to(server: str) -> None:
 def _choose_prefect() -> None:
     """The server that flows of this process report to: one that is named, that of `millrace up`, or one of our own.
 
-    Raises `ServiceFailed` if the named one does not answer, or if ours could not open its database.
+    Raises `ServiceFailed` if the named one does not answer, `UnusableDatabase` if ours could not open its.
     """
     global _beside
     if _beside is not None and os.environ.get("PREFECT_API_URL") == f"{_beside.url}/api":
@@ -126,7 +127,7 @@ def _choose_prefect() -> None:
                 f"machine by `{command('up')}`, or unset PREFECT_API_URL and go without its pages"
             ) from error
         return
-    check_prefect_database(home())
+    prepare_prefect_database(home())
     _beside = ServerBeside(home())
     _report_to(_beside.url)
 

@@ -29,7 +29,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Crashed
 
-from infra.services import GPU_QUEUE, GPU_RUNS, NOTIFY, POOL
+from infra.services.services import GPU_QUEUE, GPU_RUNS, NOTIFY, POOL
 from tasks.prefect.notifications import failure_automations
 
 ZOMBIES = "millrace: flow runs without a heartbeat"

@@ -19,7 +19,7 @@ from prefect.events.actions import SendNotification
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 
-from infra.services import NOTIFY
+from infra.services.services import NOTIFY
 from settings.errors import InvalidInput
 
 FLOWS = ["train-grpo", "evaluate", "rollout", "replay", "maintain"]

@@ -27,7 +27,7 @@ from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
 from infra.environment import local_tracking_uri
-from infra.services import TRAINING_VIEW, running_services
+from infra.services.services import TRAINING_VIEW, running_services
 from settings.errors import in_one_line
 from settings.places.state_folder import home
 from settings.redaction import as_markdown, as_markdown_code, without_secrets

@@ -25,7 +25,7 @@ import boto3
 import psutil
 import pytest
 
-from infra.services import Service, running_services
+from infra.services.services import Service, running_services
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
 from storage.objects.opening import open_store

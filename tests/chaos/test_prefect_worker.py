@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from infra.ports import free_port
-from infra.services import _end, _start_prefect, _wait_until_up, running_services
+from infra.services.services import _end, _start_prefect, _wait_until_up, running_services
 from storage.log.run_state import RunState
 from tests.chaos.outcomes import check_trained_once, state_of
 from tests.chaos.test_faults import LONG

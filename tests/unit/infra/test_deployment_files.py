@@ -31,7 +31,7 @@ import yaml
 
 from infra.environment import TELEMETRY_OFF
 from infra.ports import somebody_listens
-from infra.services import GPU_QUEUE, GPU_RUNS, NOTIFY
+from infra.services.services import GPU_QUEUE, GPU_RUNS, NOTIFY
 from tests.compose import COMPOSE, PROJECT, image_environment, interpolate
 
 INFRA = PROJECT / "infra"

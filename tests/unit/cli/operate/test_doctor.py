@@ -31,7 +31,7 @@ from cli.operate.doctor import (
     check_won,
     diagnose,
 )
-from infra.services import Service
+from infra.services.services import Service
 from settings.errors import UserError
 from settings.run_file import make_config
 from tests.unit.cli.builders import printed

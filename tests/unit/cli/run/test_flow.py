@@ -17,10 +17,10 @@ import pytest
 
 from cli.run import flow
 from cli.run.flow import HeadStart
-from infra import prefect_server
 from infra.cluster import Cluster
-from infra.prefect_server import ServerBeside
-from infra.services import ServiceFailed
+from infra.services import prefect_server
+from infra.services.prefect_server import ServerBeside
+from infra.services.services import ServiceFailed
 from tasks.session import OPENED, RunSession, in_flow_run
 from tests.builders import a_log, a_session
 from tests.conftest import PROJECT
@@ -142,7 +142,7 @@ def test_the_server_beside_a_command_answers_or_the_command_says_where_its_log_i
 _STARTS = """
 import asyncio, os, sys
 from pathlib import Path
-from infra.prefect_server import ServerBeside
+from infra.services.prefect_server import ServerBeside
 server = ServerBeside(Path(sys.argv[1]))
 server.start()
 asyncio.run(server.answers())

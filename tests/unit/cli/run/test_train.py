@@ -20,7 +20,7 @@ from rich.console import Console
 from cli.run.flow import drain_history, run_flow
 from cli.run.train import _train
 from flows import train_grpo as flow_module
-from infra.services import ServiceFailed
+from infra.services.services import ServiceFailed
 from rollouts.workflow import Workflow
 from settings.run_file import default_values, load_run_file, make_config
 from storage.log.runs import create_run

@@ -20,7 +20,7 @@ import httpx
 
 from infra.forks import end_with_parent
 from infra.ports import free_port
-from infra.services import ServiceFailed
+from infra.services.services import ServiceFailed
 from infra.user_code import own_command
 
 SECONDS_TO_START = 300.0
@@ -48,7 +48,7 @@ class ServerBeside:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                [*own_command("infra.prefect_server:serve"), host, port, str(os.getpid())],
+                [*own_command("infra.services.prefect_server:serve"), host, port, str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

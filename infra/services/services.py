@@ -7,17 +7,14 @@ In: a state folder. Out: detached processes, and `services.json`, which identifi
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import httpx
@@ -26,6 +23,7 @@ import psutil
 from infra.environment import local_tracking_uri, make_home
 from infra.placement import gpu_memory
 from infra.ports import free_port
+from infra.services.prefect_database import prepare_prefect_database
 from infra.user_code import PRODUCT
 from settings.errors import UserError
 
@@ -83,7 +81,7 @@ def start_services(home: Path, *, announce: Callable[[str], None]) -> dict[str, 
     try:
         deploying = "worker" not in services
         if deploying or "prefect" not in services:
-            check_prefect_database(home)
+            prepare_prefect_database(home)
             announce("starting the Prefect server")
             if "prefect" in services:
                 _end(services.pop("prefect"))
@@ -135,29 +133,6 @@ def stop_services(home: Path, services: dict[str, Service] | None = None) -> lis
         _end(service)
     (home / "services.json").unlink(missing_ok=True)
     return list(services)
-
-
-def check_prefect_database(home: Path) -> None:
-    """Raise `ServiceFailed` if a newer Prefect has written the state folder's database, or if it is none: Prefect would
-    try for its whole patience, and print pages."""
-    file = home / "prefect" / "prefect.db"
-    if not file.exists():
-        return
-    fix = f"move {file} away (runs lose nothing: their logs are in the store), or set PREFECT_HOME to another folder"
-    try:
-        with contextlib.closing(sqlite3.connect(file)) as database:
-            revisions = [row[0] for row in database.execute("SELECT version_num FROM alembic_version")]
-    except sqlite3.DatabaseError as error:
-        if "no such table" in str(error):  # a first start that was killed
-            return
-        raise ServiceFailed(f"Prefect's database cannot be read ({error}): {fix}") from error
-    [package] = importlib.util.find_spec("prefect").submodule_search_locations  # type: ignore[union-attr, misc]
-    known = Path(package, "server", "database", "_migrations", "versions", "sqlite")
-    texts = [migration.read_text(encoding="utf-8") for migration in known.glob("*.py")]
-    if unknown := [name for name in revisions if not any(f'revision = "{name}"' in text for text in texts)]:
-        raise ServiceFailed(
-            f"Prefect's database is of a newer Prefect than {version('prefect')} (at {unknown[0]}): {fix}"
-        )
 
 
 def _recorded_services(home: Path) -> dict[str, Service]:
