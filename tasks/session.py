@@ -53,6 +53,7 @@ from tasks.prefect.outages import prefect_answers, say_outages_once
 from tasks.prefect.own_flow_run import cancellable, is_stop
 from tasks.prefect.run_logs import Progress, log_to_prefect
 from tasks.prefect.run_page import RunPage
+from tasks.prefect.task_runs import expect_task_runs
 from tasks.trainer import TrainerHandle
 
 logger = logging.getLogger("millrace.session")
@@ -174,6 +175,7 @@ async def in_flow_run(opening: contextlib.AbstractAsyncContextManager[RunSession
             yield session
         finally:
             await session.fleet.close()
+            expect_task_runs()
 
 
 def run_log(*, store: str, run: str, appends: bool = False) -> RunLog:

@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from rich.logging import RichHandler
 
 from infra import forks
 from infra.environment import make_home
-from infra.placement import has_cores_for
 from infra.services.prefect_database import prepare_prefect_database
 from infra.services.prefect_server import ServerBeside
 from infra.services.services import ServiceFailed, running_services
@@ -44,8 +42,6 @@ logger = logging.getLogger("millrace.flow")
 
 SECONDS_TO_STOP = 10.0
 SECONDS_TO_ANSWER = 10.0
-_ENGINE_AND_SERVER = 4
-"""Processes that import at the same time: this one, an engine's two, and Prefect's server."""
 _beside: ServerBeside | None = None
 """Prefect's server of this process, for all its flows; None if there is another, or before the first flow."""
 
@@ -148,7 +144,7 @@ def imported_early(*, engine: str = "", trains: bool = False) -> contextlib.Abst
 
 @dataclass(frozen=True, kw_only=True)
 class HeadStart:
-    """What a command does before Prefect's server has started, which takes as long as an engine on two cores."""
+    """What a command does while Prefect's server starts."""
 
     open: Callable[[], contextlib.AbstractAsyncContextManager[RunSession]]
     """Opens the session of the flow."""
@@ -157,7 +153,7 @@ class HeadStart:
 
 
 async def _in_order(flow: Callable[[], Awaitable[Result]], early: HeadStart | None) -> Result:
-    """Head start, Prefect's server, flow. On a machine of many cores the server starts beside the engine.
+    """Head start, Prefect's server beside it, flow.
 
     Raises `ServiceFailed` if the server does not start.
     """
@@ -165,7 +161,7 @@ async def _in_order(flow: Callable[[], Awaitable[Result]], early: HeadStart | No
 
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(kept_for_prefect())
-        if _beside is not None and (early is None or has_cores_for(_ENGINE_AND_SERVER)):
+        if _beside is not None and early is None:
             _beside.start()
         if early is not None:
             from tasks.session import OPENED
@@ -173,6 +169,8 @@ async def _in_order(flow: Callable[[], Awaitable[Result]], early: HeadStart | No
             try:
                 session = await stack.enter_async_context(early.open())
                 OPENED.set(session)
+                if _beside is not None:
+                    _beside.start()  # not sooner: the engine waits for what opens the session
                 await early.begin(session)
             except Exception as error:  # noqa: BLE001 - whatever it is, the flow raises it
                 logger.debug("before the flow run: %r", error)
@@ -216,29 +214,7 @@ async def _awaited(flow: Awaitable[Result], console: Console, on_interrupt: Call
             raise KeyboardInterrupt from None
         raise
     if _beside is not None:
-        await drain_history()
+        from tasks.prefect.task_runs import task_runs_are_recorded
+
+        await task_runs_are_recorded()
     return result
-
-
-async def drain_history(*, quiet_seconds: float = 2.0, at_most_seconds: float = 20.0) -> None:
-    """Wait until Prefect's server of this process has taken in every task run: until their number stands still.
-
-    The server dies with us, and so does its queue; one that has died before has nothing to wait for. A server elsewhere
-    lives on, and Prefect sends it the rest at our exit.
-    """
-    import httpx
-    from prefect import get_client
-
-    seen, since = -1, time.monotonic()
-    deadline = since + at_most_seconds
-    with contextlib.suppress(httpx.TransportError):
-        async with get_client() as client:
-            while (now := time.monotonic()) < deadline:
-                runs = await client.read_task_runs(limit=200)
-                unfinished = [run for run in runs if run.state is None or not run.state.is_final()]
-                count = int((await client.request("POST", "/task_runs/count", json={})).json())
-                if count != seen or unfinished:
-                    seen, since = count, now
-                elif now - since >= quiet_seconds:
-                    return
-                await asyncio.sleep(0.25)

@@ -17,7 +17,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from rich.console import Console
 
-from cli.run.flow import drain_history, run_flow
+from cli.run.flow import run_flow
 from cli.run.train import _train
 from flows import train_grpo as flow_module
 from infra.services.services import ServiceFailed
@@ -173,22 +173,3 @@ def test_the_flow_of_a_command_does_not_check_again_what_the_command_has_checked
     assert [type(each.workflow).__name__ for each in checks if each] == [
         "Arithmetic"
     ] and not preflight.CHECKED.get(), "a deployed flow checks for itself"
-
-
-def test_the_history_of_a_prefect_server_that_has_died_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    class Dead:
-        async def __aenter__(self) -> Dead:
-            return self
-
-        async def __aexit__(self, *_: object) -> None: ...
-
-        async def read_task_runs(self, limit: int) -> None:
-            asked.append(limit)
-            raise httpx.ConnectError("All connection attempts failed")
-
-    monkeypatch.setattr("prefect.get_client", Dead)
-    with temporary_settings(restore_defaults={PREFECT_API_URL}):
-        asyncio.run(drain_history())
-    assert asked == [200]

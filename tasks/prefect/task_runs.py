@@ -1,0 +1,48 @@
+"""The task runs of this process's flows, until Prefect's server has them all.
+
+In: the flow runs that have ended here. Out: a wait. A server beside the command dies with it, and with it the queue of
+what Prefect's client has sent. Without the wait, the last tasks would be missing on the flow run's page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+
+_LOOK_SECONDS = 0.1
+_FINAL = ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]
+_expected: dict[str, int] = {}
+"""Id of a flow run → how many task runs it has begun."""
+
+
+def expect_task_runs() -> None:
+    """Call it at the end of a flow: those that it has begun are waited for."""
+    context = FlowRunContext.get()
+    if context is not None and context.flow_run is not None:  # else a flow's function is called as such
+        newest = context.task_run_dynamic_keys.values()
+        _expected[str(context.flow_run.id)] = sum(key + 1 for key in newest if isinstance(key, int))
+
+
+async def task_runs_are_recorded(*, at_most_seconds: float = 20.0) -> bool:
+    """Wait until Prefect's server has every one in its last state; False if it does not answer, or not in time."""
+    deadline = time.monotonic() + at_most_seconds
+    with contextlib.suppress(httpx.TransportError):
+        async with get_client() as client:
+            while _expected and time.monotonic() < deadline:
+                flow_run, expected = next(iter(_expected.items()))
+                filters = {
+                    "flow_runs": {"id": {"any_": [flow_run]}},
+                    "task_runs": {"state": {"type": {"any_": _FINAL}}},
+                }
+                if int((await client.request("POST", "/task_runs/count", json=filters)).json()) < expected:
+                    await asyncio.sleep(_LOOK_SECONDS)  # polling a server: nothing would wake us
+                else:
+                    del _expected[flow_run]
+    is_recorded = not _expected
+    _expected.clear()
+    return is_recorded
