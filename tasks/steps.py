@@ -83,10 +83,8 @@ async def next_batch(session: RunSession, *, config: RunConfig) -> Claim:
             if claim is not None and not paced:
                 await session.fleet.wait_for_stragglers(version=claim.base_version)
                 paced = True
-                # What has finished meanwhile may be in the log already, committed by `produce`.
-                state = session.log.refresh()
-                claim = None if state.paused else next_claim(state, config)
-            if claim is not None:
+                session.fleet.arrivals.set()  # what has finished meanwhile may be in the log already, or a pause
+            elif claim is not None:
                 session.clock.waited_seconds += time.perf_counter() - started
                 return claim
     raise AssertionError("there is always another look")

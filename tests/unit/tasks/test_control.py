@@ -180,3 +180,27 @@ def test_no_batch_is_claimed_while_paused_and_the_wait_is_no_stall(session: RunS
 
     claim = asyncio.run(script())
     assert waits_for == "the run" or claim.step == 1
+
+
+def test_a_pause_while_running_groups_are_waited_for_holds_the_next_batch_up(session: RunSession) -> None:
+    config = a_config(batch_size=1, min_usable=1, pace=True, stale_policy="strict", max_staleness=1)
+    session.fleet.workers = {}
+    session.log.append(a_shard("s0", [a_summary(0)]))
+    waited_for: list[int] = []
+
+    async def wait_for_stragglers(version: int) -> None:
+        waited_for.append(version)
+        session.log.append(Pause(reason="lunch"))
+
+    async def script() -> Any:
+        session.fleet.wait_for_stragglers = wait_for_stragglers
+        waiting = asyncio.ensure_future(steps.next_batch(session, config=config))
+        for _ in range(3):
+            session.fleet.arrivals.set()
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+        session.log.append(Resume(reason="back"))
+        session.fleet.arrivals.set()
+        return await waiting
+
+    assert asyncio.run(script()).step == 1 and waited_for == [0]
