@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from benchmarks.trainer_workloads import samples_of
+from benchmarks.workloads.trainer import samples_of
 from cli.terminal.console import open_console
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat_tokens import ChatTokens

@@ -120,7 +120,7 @@ def make_model(shape: str, folder: Path) -> int:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from benchmarks.trl_workloads import CHARACTERS
+    from benchmarks.workloads.trl import CHARACTERS
     from storage.objects.digests import seal_folder
     from trainers.model.warmup import character_tokenizer
 

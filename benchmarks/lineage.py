@@ -27,7 +27,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.run_log import write_run
-from benchmarks.trajectories import provenance_of
+from benchmarks.workloads.trajectories import provenance_of
 from cli.terminal.console import open_console
 from storage.log.entries import Claim, ClaimedGroup, Policy, Registration, Step
 from storage.log.run_log import RunLog

@@ -29,7 +29,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.trainer_workloads import config_of, model_folder, random_groups, samples_of
+from benchmarks.workloads.trainer import config_of, model_folder, random_groups, samples_of
 from cli.terminal.console import open_console
 from infra.ports import free_port
 from trainers.data.samples import Samples

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.trl_speed import SKIPPED, make_base, run_millrace
-from benchmarks.trl_workloads import WORKLOADS, Workload
+from benchmarks.workloads.trl import WORKLOADS, Workload
 from cli.terminal.console import open_console
 
 SCHEDULES = ("free", "fixed")

@@ -4,9 +4,9 @@ In: a number of rows and the URIs of stores. Out: tables on the terminal, ratios
 
     python -m benchmarks.shards [--rows 2048] [--store s3://bucket/prefix] [--json FILE]
 
-Each format starts from the Python records a rollout worker holds (`benchmarks.trajectories`), writes one durable file
-on the local disk, and reads it back from the page cache into flat arrays for the trainer. Ours is committed through a
-run's log as well, and read with digest and rules checked. Medians of several repetitions.
+Each format starts from the Python records a rollout worker holds (`workloads/trajectories.py`), writes one durable
+file on the local disk, and reads it back from the page cache into flat arrays for the trainer. Ours is committed
+through a run's log as well, and read with digest and rules checked. Medians of several repetitions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.run_log import delete_run
-from benchmarks.trajectories import ATTEMPTS, make_groups, moved, plain_rows, provenance_of
+from benchmarks.workloads.trajectories import ATTEMPTS, make_groups, moved, plain_rows, provenance_of
 from cli.terminal.console import open_console
 from storage.log.entries import ClaimedGroup
 from storage.log.run_log import RunLog

@@ -29,7 +29,7 @@ import torch
 import typer
 from rich.table import Table
 
-from benchmarks.trainer_workloads import VOCABULARY, model_folder
+from benchmarks.workloads.trainer import VOCABULARY, model_folder
 from cli.terminal.console import open_console
 from trainers.data.packing import position_ids, shared_tokens
 from trainers.model.layout import Layout

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.start_trace import FILE
 from benchmarks.trl_speed import run_trl
-from benchmarks.trl_workloads import W, make_model
+from benchmarks.workloads.trl import W, make_model
 from cli.terminal.console import open_console
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +47,7 @@ LOOK_SECONDS = 0.1
 SHORTEST = 0.05
 """Seconds: what is shorter is not in the timeline."""
 _RUN = """
-workflow = "benchmarks.trl_workloads:Babble"
+workflow = "benchmarks.workloads.trl:Babble"
 run = "start"
 model = {model}
 steps = 1

@@ -28,7 +28,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.trainer_workloads import config_of, model_folder, random_groups, samples_of, shard_tables
+from benchmarks.workloads.trainer import config_of, model_folder, random_groups, samples_of, shard_tables
 from cli.terminal.console import open_console
 from storage.records import RolloutGroup
 from trainers.data.samples import gather_samples

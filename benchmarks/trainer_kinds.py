@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import profile
 
-from benchmarks.trainer_workloads import config_of, random_groups, samples_of
+from benchmarks.workloads.trainer import config_of, random_groups, samples_of
 from cli.terminal.console import open_console
 from trainers.data.samples import Samples
 

@@ -45,7 +45,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.trainer_workloads import LEARNING_RATE, config_of, groups_of_w, model_folder, samples_of
+from benchmarks.workloads.trainer import LEARNING_RATE, config_of, groups_of_w, model_folder, samples_of
 from cli.terminal.console import open_console
 from trainers.data.samples import Samples
 

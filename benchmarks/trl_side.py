@@ -24,7 +24,7 @@ from datasets import Dataset  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from benchmarks.trl_workloads import WORKLOADS, Workload, reward_of  # noqa: E402
+from benchmarks.workloads.trl import WORKLOADS, Workload, reward_of  # noqa: E402
 from infra.user_code import load_object  # noqa: E402
 
 

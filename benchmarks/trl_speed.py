@@ -38,7 +38,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.trl_workloads import WORKLOADS, Workload
+from benchmarks.workloads.trl import WORKLOADS, Workload
 from cli.terminal.console import open_console
 from storage.log.entries import Alias, Step
 from storage.log.runs import open_run
@@ -115,7 +115,7 @@ def run_millrace(
 
 def make_base(workload: Workload, model: Path, *, threads: int) -> None:
     """The model that every run begins with, made in a process of its own."""
-    _run([sys.executable, "-m", "benchmarks.trl_workloads", workload.name, str(model)], model.parent, threads=threads)
+    _run([sys.executable, "-m", "benchmarks.workloads.trl", workload.name, str(model)], model.parent, threads=threads)
 
 
 def mean_reaches_target(runs: Sequence[dict[str, Any]]) -> float | None:

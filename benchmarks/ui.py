@@ -33,7 +33,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.run_log import ATTEMPTS, a_round
-from benchmarks.trajectories import provenance_of
+from benchmarks.workloads.trajectories import provenance_of
 from cli.terminal.console import open_console
 from cli.ui.metrics import described
 from storage.log.entries import Evaluation, Policy, Session, Shard, Step

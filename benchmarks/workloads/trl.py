@@ -82,7 +82,7 @@ _VLLM = {
 
 W = Workload(
     name="W",
-    workflow="benchmarks.trl_workloads:Babble",
+    workflow="benchmarks.workloads.trl:Babble",
     batch_size=32,
     n_samples=8,
     num_minibatches=1,

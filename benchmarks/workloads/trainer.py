@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.trajectories import provenance_of
+from benchmarks.workloads.trajectories import provenance_of
 from settings.run_file import RunConfig
 from storage.log.entries import ClaimedGroup
 from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
