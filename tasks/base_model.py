@@ -74,7 +74,7 @@ def make_model(*, store: str, config: RunConfig) -> str:
     with staging_folder(cache_folder()) as scratch:
         folder = scratch / "model"
         make_base_model(folder, demonstrations, seed=config.seed, **config.warmup.model_dump())
-        its.put_folder(folder, key, last=DIGEST_FILE)
+        its.put_folder(folder, key, last=DIGEST_FILE, given=True)
     return key
 
 

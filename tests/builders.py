@@ -128,7 +128,7 @@ class MemoryStore:
         inside = [key.removeprefix(f"{prefix}/") for key in self.files if key.startswith(f"{prefix}/")]
         return sorted({key.split("/")[0] for key in inside})
 
-    def put_folder(self, folder: Path, prefix: str, *, last: str) -> None:
+    def put_folder(self, folder: Path, prefix: str, *, last: str, given: bool = False) -> None:
         raise NotImplementedError
 
     def fetch_folder(self, prefix: str, cache: Path) -> Path:

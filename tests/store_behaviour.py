@@ -119,7 +119,9 @@ def test_a_folder_goes_there_seal_last_and_comes_back_whole(
     assert (early / "model.safetensors").read_bytes() == b"half"
     order = []
     put_file = type(store)._put_file  # type: ignore[attr-defined]
-    monkeypatch.setattr(type(store), "_put_file", lambda *args: order.append(args[1].name) or put_file(*args))
+    monkeypatch.setattr(
+        type(store), "_put_file", lambda *args, **how: order.append(args[1].name) or put_file(*args, **how)
+    )
     store.put_folder(tmp_path / "model", "models/m", last=DIGEST_FILE)
     assert order == ["config.json", "model.safetensors", DIGEST_FILE]
     for _ in range(2):

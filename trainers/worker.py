@@ -142,7 +142,7 @@ class TrainerWorker:
             folder = scratch / "policy"
             if self._trainer.save_policy(folder) != live.weights_sha256:
                 raise DamagedDelta(damage)
-            on_first_rank(lambda: self._log.store.put_folder(folder, live.path, last=DIGEST_FILE))
+            on_first_rank(lambda: self._log.store.put_folder(folder, live.path, last=DIGEST_FILE, given=True))
         on_first_rank(lambda: self._log.store.delete([f"{live.path}/{DELTA_FILE}"]))
         logger.warning("policy %d is written again, whole: %s", live.version, damage)
 
@@ -212,7 +212,7 @@ class TrainerWorker:
         state_path = None
         if (folder / "state").exists():
             state_path = self._log.key(f"state/{claim.step}-{attempt}")
-            self._log.store.put_folder(folder / "state", state_path, last=DIGEST_FILE)
+            self._log.store.put_folder(folder / "state", state_path, last=DIGEST_FILE, given=True)
         measured = time.perf_counter() - started
         phases = {**phases, "save_seconds": measured - phases["load_seconds"] - phases["train_seconds"]}
         budget = time_budget(phases, wall_seconds=time.time() - round_started)

@@ -92,8 +92,11 @@ class ObjectStore(Protocol):
     def names(self, prefix: str) -> list[str]:
         """Names directly under the folder `prefix`, sorted. For display and housekeeping only."""
 
-    def put_folder(self, folder: Path, prefix: str, *, last: str) -> None:
-        """Copy the files of a local folder. `last` is copied last, so that its presence means that all are there."""
+    def put_folder(self, folder: Path, prefix: str, *, last: str, given: bool = False) -> None:
+        """Copy the files of a local folder. `last` is copied last, so that its presence means that all are there.
+
+        If they are `given` away, nobody writes to them any more, and a store on their disk takes them as they are.
+        """
 
     def fetch_folder(self, prefix: str, cache: Path) -> Path:
         """The store's folder `prefix`, or a copy under `cache`. Raises `FileNotFoundError` if there are no files."""
@@ -158,14 +161,14 @@ class LocalStore:
         folder = self._path(prefix)
         return sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")) if folder.is_dir() else []
 
-    def put_folder(self, folder: Path, prefix: str, *, last: str) -> None:
+    def put_folder(self, folder: Path, prefix: str, *, last: str, given: bool = False) -> None:
         files = last_after_others(folder, last)
         num_bytes = sum(file.stat().st_size for file in files)
         with room_for(num_bytes, self.root, reserve=reserved_bytes(), what=f"store {self.uri}"):
             was_whole = self.exists(f"{prefix}/{last}")
             try:
                 for file in files:
-                    self._put_file(file, f"{prefix}/{file.name}")
+                    self._put_file(file, f"{prefix}/{file.name}", given=given)
             except StoreFull:
                 if not was_whole:
                     self.delete([f"{prefix}/{file.name}" for file in files])
@@ -190,28 +193,43 @@ class LocalStore:
                     files.append(StoredFile(key=key, num_bytes=status.st_size, modified_at=status.st_mtime))
         return sorted(files, key=lambda file: file.key)
 
-    def _put_file(self, file: Path, key: str) -> None:
+    def _put_file(self, file: Path, key: str, *, given: bool = False) -> None:
         with open(file, "rb") as source:
-            self._write(key, source, file.stat().st_size)
+            self._write(key, source, file.stat().st_size, given=file if given else None)
 
-    def _write(self, key: str, source: BinaryIO, num_bytes: int, *, is_new: bool = False) -> None:
-        """Write a temporary file, then give it its name. If it `is_new`, raises `FileExistsError` for a taken name."""
+    def _write(
+        self, key: str, source: BinaryIO, num_bytes: int, *, is_new: bool = False, given: Path | None = None
+    ) -> None:
+        """Write a temporary file, then give it its name. If it `is_new`, raises `FileExistsError` for a taken name. If
+        the source is a file that is `given` away, that is linked, and not copied, where a link can be."""
         path = self._path(key)
         temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
         reserve = 0 if is_new else reserved_bytes()
         with room_for(num_bytes, path.parent, reserve=reserve, what=f"store {self.uri}"):
             try:
                 _make_folder(path.parent)
-                with open(temporary, "xb") as file:
-                    shutil.copyfileobj(source, file, BLOCK_BYTES)
-                    file.flush()
-                    os.fsync(file.fileno())
+                if given is not None and _linked(given, temporary):
+                    os.fsync(source.fileno())
+                else:
+                    with open(temporary, "xb") as file:
+                        shutil.copyfileobj(source, file, BLOCK_BYTES)
+                        file.flush()
+                        os.fsync(file.fileno())
                 (os.link if is_new else os.replace)(temporary, path)
                 _sync_folder(path.parent)
             except PermissionError as error:
                 raise StoreError(f"no permission to write {path}") from error
             finally:
                 temporary.unlink(missing_ok=True)
+
+
+def _linked(file: Path, name: Path) -> bool:
+    """Give a file another name; False on another disk, or on one without links."""
+    try:
+        os.link(file, name)
+    except OSError:
+        return False
+    return True
 
 
 def reserved_bytes() -> float:

@@ -192,7 +192,7 @@ class S3Store:
             return sorted(path.rsplit("/", 1)[-1] for path in self._fs.ls(self._path(prefix), detail=False))
         return []
 
-    def put_folder(self, folder: Path, prefix: str, *, last: str) -> None:
+    def put_folder(self, folder: Path, prefix: str, *, last: str, given: bool = False) -> None:
         for file in last_after_others(folder, last):
             self._put_file(file, f"{prefix}/{file.name}")
 

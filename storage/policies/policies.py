@@ -64,7 +64,7 @@ class PolicyWriter:
         self._kept = contextlib.ExitStack()
 
     def put(self, folder: Path, path: str, *, version: int) -> tuple[int | None, dict[str, float]]:
-        """Copy a sealed folder in HF layout to `path`, or a delta if one is due and smaller.
+        """Give a sealed folder in HF layout to the store as `path`, or a delta if one is due and smaller.
 
         Returns the version that the delta is against, None if the policy is whole; and metrics for the step: its bytes
         in the store, and with a delta the share of the weights whose bits differ from the anchor's. Raises
@@ -75,10 +75,10 @@ class PolicyWriter:
             with tempfile.TemporaryDirectory(prefix="millrace-", dir=folder.parent) as scratch:
                 changed = self._write_delta(folder, anchor, Path(scratch))
                 if changed is not None:
-                    self._log.store.put_folder(Path(scratch), path, last=DIGEST_FILE)
+                    self._log.store.put_folder(Path(scratch), path, last=DIGEST_FILE, given=True)
                     num_bytes = float(_size(Path(scratch)))
                     return anchor.version, {"policy_bytes": num_bytes, "policy_changed_fraction": changed}
-        self._log.store.put_folder(folder, path, last=DIGEST_FILE)
+        self._log.store.put_folder(folder, path, last=DIGEST_FILE, given=True)
         if self._anchor_every > 1:
             self._verified = path, self._keep(folder, path)
         return None, {"policy_bytes": float(_size(folder))}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from storage.objects.digests import DIGEST_FILE
+from storage.objects.digests import DIGEST_FILE, verify_folder
 from storage.objects.object_store import MIN_FREE_VARIABLE, ConditionRefused, LocalStore, StoreError, StoreFull
 from storage.objects.opening import open_store, probe
 from storage.objects.s3_store import S3Store
@@ -196,3 +196,22 @@ def test_a_store_is_a_path_or_a_uri_and_opens_again_by_its_uri(tmp_path: Path, m
 def _all_files(store: LocalStore) -> list[str]:
     """What really lies there, half-written files included."""
     return sorted(path.relative_to(store.root).as_posix() for path in store.root.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_files_that_are_given_away_are_taken_as_they_are_where_that_can_be(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+):
+    digest = a_policy_folder(tmp_path / "made", weights=bytes(1000))
+    made = (tmp_path / "made" / "model.safetensors").stat().st_ino
+    if not has_links:
+
+        def on_another_disk(*_: object) -> None:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+        monkeypatch.setattr(os, "link", on_another_disk)
+    store.put_folder(tmp_path / "made", "policies/1", last=DIGEST_FILE, given=True)
+    shutil.rmtree(tmp_path / "made")
+    folder = store.fetch_folder("policies/1", tmp_path)
+    assert verify_folder(folder) == digest
+    assert ((folder / "model.safetensors").stat().st_ino == made) == has_links
