@@ -21,8 +21,16 @@ from settings.redaction import read_json
 from storage.objects.digests import sha256_of, sha256_of_json
 from storage.records import Message
 
-_QWEN = {("qwen2", "Qwen2Tokenizer"), ("qwen3", "Qwen2Tokenizer")}
-"""Model types, with the tokenizer that AutoTokenizer makes for them."""
+_GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")
+_KNOWN = {
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next"), ("Qwen2Tokenizer",)),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), ("GemmaTokenizer",)),
+    **dict.fromkeys(
+        ("gpt_oss", "lfm2", "smollm3", "falcon_h1", "olmo2", "olmo3", "granite", "glm4", "glm4_moe"), _GENERIC
+    ),
+    "llama": (*_GENERIC, "GPT2Tokenizer"),
+}
+"""Model type → tokenizers that AutoTokenizer makes by the name in their files, whatever else is there."""
 _STAND_IN, _RESULT = "STANDIN", "RESULT"
 """A reply, or the end of its call, and a tool's result, to find in the rendered text."""
 _USER = {"role": "user", "content": "0"}
@@ -360,17 +368,14 @@ def _numbered(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """The class that AutoTokenizer would choose. Importing AutoTokenizer takes ten seconds on a slow CPU, because it
-    imports transformers' generation code; for the models of `_QWEN` the class is known without it."""
+    """The class that AutoTokenizer would choose. Its import takes three times as long as the others', and half a
+    gigabyte with torch and Triton, because it imports transformers' generation code; what is `_KNOWN` needs it not."""
     config, tokenizer_config = (_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
     name = str(tokenizer_config.get("tokenizer_class")).removesuffix("Fast")
-    if "auto_map" not in tokenizer_config and (config.get("model_type"), name) in _QWEN:
-        from transformers import Qwen2Tokenizer
+    is_known = "auto_map" not in tokenizer_config and name in _KNOWN.get(str(config.get("model_type")), ())
+    import transformers
 
-        return Qwen2Tokenizer
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
+    return getattr(transformers, "AutoTokenizer" if not is_known else "TokenizersBackend" if name in _GENERIC else name)
 
 
 def _json(path: Path) -> dict[str, Any]:

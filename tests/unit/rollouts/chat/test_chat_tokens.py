@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rollouts.chat.chat import Chat
-from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.chat_tokens import _KNOWN, ChatTokens
 from rollouts.chat.tool_parsing import ToolParser
 from rollouts.chat.tools import tool
 from rollouts.engines.scripted_engine import ScriptedEngine
@@ -264,15 +264,21 @@ def test_a_tokenizer_without_a_template_or_one_that_does_not_close_replies_is_re
 def test_the_tokenizer_is_autotokenizers_choice_and_its_import_is_spared_if_that_is_clear(tmp_path: Path):
     from transformers import AutoTokenizer
 
-    for model_type in ("qwen2", "qwen3", "llama"):
-        character_tokenizer(set("0123456789+=")).save_pretrained(tmp_path / model_type)
-        (tmp_path / model_type / "config.json").write_text(json.dumps({"model_type": model_type}))
-        chosen = AutoTokenizer.from_pretrained(str(tmp_path / model_type))
-        loaded = ChatTokens.load(tmp_path / model_type).tokenizer
-        assert type(loaded) is type(chosen) and loaded.encode("12+7=") == chosen.encode("12+7=")
+    kinds = [(kind, name) for kind, names in _KNOWN.items() for name in names]
+    for kind, name in [*kinds, ("mistral", "LlamaTokenizerFast"), ("llama", "no such")]:
+        folder = tmp_path / f"{kind}-{name}"
+        character_tokenizer(set("0123456789+=")).save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+        about = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({**about, "tokenizer_class": name, "add_prefix_space": False})
+        )
+        chosen = AutoTokenizer.from_pretrained(str(folder))
+        loaded = ChatTokens.load(folder).tokenizer
+        assert type(loaded) is type(chosen) and loaded.encode("12+7=") == chosen.encode("12+7="), (kind, name)
     code = (
         "import sys; from pathlib import Path; from rollouts.chat.chat_tokens import ChatTokens\n"
-        f"[ChatTokens.load(Path({str(tmp_path)!r}, name)) for name in ('qwen2', 'qwen3')]\n"
-        "sys.exit('transformers.generation.utils' in sys.modules)"
+        f"[ChatTokens.load(Path({str(tmp_path)!r}, '-'.join(kind))) for kind in {kinds}]\n"
+        "sys.exit('transformers.generation.utils' in sys.modules or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
