@@ -11,8 +11,9 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import unquote, urlparse
+from urllib.parse import urlparse
 
+from settings.places.state_folder import store_folder
 from storage.objects.object_store import ConditionRefused, LocalStore, ObjectStore, StoreError, StoreFull
 
 WRITERS, RACES = 4, 3
@@ -37,8 +38,7 @@ def open_store(uri: str) -> ObjectStore:
     if parsed.scheme == "file" and parsed.netloc:
         raise StoreError(f"store {uri!r}: {parsed.netloc!r} is a host; a file URI has three slashes: file:///…")
     if parsed.scheme in ("", "file"):
-        path = unquote(parsed.path) if parsed.scheme else uri  # `LocalStore.uri` quotes spaces and the like
-        root = Path(path).expanduser().resolve()
+        root = (store_folder(uri) or Path(uri)).expanduser().resolve()
         try:
             os.scandir(root).close()
         except FileNotFoundError:

@@ -185,6 +185,8 @@ def test_a_store_is_a_path_or_a_uri_and_opens_again_by_its_uri(tmp_path: Path, m
         store.put("key", name.encode())
         again = open_store(store.uri)
         assert again.uri == store.uri and again.get("key") == name.encode()
+        by_hand = open_store(f"file://{tmp_path}/{name.replace('%', '%25')}")
+        assert by_hand.uri == store.uri, "nothing else needs to be quoted"
     monkeypatch.chdir(tmp_path)
     relative = open_store("here")
     assert isinstance(relative, LocalStore) and relative.root == tmp_path / "here"
