@@ -205,9 +205,10 @@ def prepare_environment(run_folder: Path | None = None) -> Path:
 def _exempt_loopback() -> None:
     """Keep what this machine says to itself (prompts, keys, states of tasks) away from a user's proxy."""
     if any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in os.environ):
-        exempt = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+        exempt = [host for name in ("no_proxy", "NO_PROXY") for host in os.environ.get(name, "").split(",")]
         hosts = dict.fromkeys(host.strip() for host in [*exempt, "localhost", "127.0.0.1", "::1"])
-        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, hosts))
+        value = "*" if "*" in hosts else ",".join(filter(None, hosts))  # beside others, urllib takes it for a name
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = value
 
 
 def adopt_malloc(variables: Mapping[str, str]) -> None:

@@ -20,29 +20,33 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 _VARIABLE = re.compile(
-    r"PASSW(?:OR)?D|PASSPHRASE|SECRET|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|SIGNATURE|WEBHOOK|AUTH_STRING"
-    r"|(?:(?:KEY|TOKEN|COOKIE|NOTIFY|PGPASS)|(?:^|_)(?:PASS|PWD?|PAT|AUTH|BEARER|JWT|SAS|SIG|DSN|CONNECTION_STRING))"
-    r"S?(?:_?\d+)?$",
+    r"PASSW(?:OR)?D|PASSPHRASE|PASSCODE|SECRET|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|SIGNATURE|WEBHOOK"
+    r"|AUTH_STRING|AUTHORIZATION|(?:^|_)TOKENS?_|(?:(?:KEY|TOKEN|COOKIE|NOTIFY|(?:PG|SSH)PASS)"
+    r"|(?:^|_)(?:PASS|PWD?|PAT|AUTH|BEARER|JWT|SAS|SIG|DSN|CONNECTION_STRING))S?(?:_?\d+)?$",
     re.IGNORECASE,
 )
-_NOT_ONE = re.compile(r"(?:FILE|PATH|DIR|_ENV|_ID|_NAME|_HOST|_MODE|_TYPE|USER)$|^(?:OLD)?PWD$", re.IGNORECASE)
+_NOT_ONE = re.compile(
+    r"(?:FILE|PATH|DIR|_ENV|_ID|_NAME|_HOST|_MODE|_TYPE|USER|TOKEN_(?:UR[IL]|ENDPOINT))$|^(?:OLD)?PWD$", re.IGNORECASE
+)
 """Variables that name a place, or whose secret it is."""
-_SETTING = re.compile(
-    r"^(token|pat|jwt|dsn|cookie|authorization)$"
-    r"|(^|_)(password|passwd|passphrase|pgpass|pat|secret|api_?key|access_?key|private_?key|secret_?key|credentials?)$"
-    r"|(^|_)(hf|hub|api|access|auth|session|bearer)_token$",
-    re.IGNORECASE,
-)
 # Every repetition below has a bound: a policy may choose a text, and its search must take linear time.
 _NAMED = (
-    r"(?:passw(?:or)?d|passphrase|secret|signature|credentials?|api[-_]?key|access[-_]?key|jwt"
-    r"|(?:hf|hub|api|access|auth|session|bearer|security|refresh|id)[-_]?token)"
+    r"(?:passw(?:or)?d|passphrase|passcode|pgpass|secret|credentials?|jwt|connection[-_]?string"
+    r"|(?:api|access|account|encryption|private|secret|signing|ssh|subscription)[-_]?key"
+    r"|(?:hf|hub|api|access|auth|session|bearer|security|refresh|id|private|vault|sas)[-_]?token)"
+)
+_SETTING = re.compile(
+    rf"^(?:token|pat|jwt|dsn|cookie|authorization|bearer)$|(?:^|[-_])(?:{_NAMED}|pat)$", re.IGNORECASE
 )
 _END = r"[^\s&;,'\"<>#)]+"
 _IN_ADDRESS: tuple[tuple[re.Pattern[str], str], ...] = (
     # The name and the password, which may hold a slash, up to the last `@`.
     (re.compile(r"(?<=://)[^\s:/?#@\"<>]{0,200}:[^\s\"<>]{0,500}@"), "***@"),
-    (re.compile(rf"([?&;][\w.%-]{{0,40}}(?:{_NAMED}|token)=){_END}", re.IGNORECASE), r"\1***"),
+    # A name that is as long as a key, as in `https://<key>@host`.
+    (re.compile(r"(?:(?<=http://)|(?<=https://))[^\s:/?#@\"<>]{16,200}@"), "***@"),
+    (re.compile(r"(?<=://hooks\.slack\.com/)[^\s\"'<>)]+"), "***"),
+    (re.compile(r"(?<=/api/webhooks/)[^\s\"'<>)]+"), "***"),  # of Discord
+    (re.compile(rf"([?&;][\w.%-]{{0,40}}(?:{_NAMED}|signature|token)=){_END}", re.IGNORECASE), r"\1***"),
     (re.compile(rf"([?&;](?:key|sig|auth|pass|pwd|code|pat)=){_END}", re.IGNORECASE), r"\1***"),
 )
 _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
@@ -52,15 +56,34 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (re.compile(r"\beyJ[\w-]{8,300}\.eyJ[\w-]{8,2000}\.[\w-]+"), "***"),
     (re.compile(r"\b(?:hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|sk-[\w-]{20,}|xox[a-z]-[\w-]{10,})"), "***"),
-    (re.compile(r"\b(?:glpat-[\w-]{16,}|AIza[\w-]{30,})"), "***"),
+    (
+        re.compile(r"\b(?:glpat-[\w-]{16,}|AIza[\w-]{30,}|npm_\w{30,}|pypi-[\w-]{30,}|[rs]k_(?:live|test)_\w{16,})"),
+        "***",
+    ),
+    (
+        re.compile(r"\b(?:dop_v1_\w{40,}|SG\.[\w-]{16,200}\.[\w-]{16,}|AGE-SECRET-KEY-\w{40,}|shp[a-z]{2}_\w{32,})"),
+        "***",
+    ),
 )
 """Secrets that can be told by their first letters."""
 _NAMED_IN_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<![^\s/*])[^\s/*]{1,200}:[^\s/]{0,200}@"), "***@"),  # an address without its scheme
-    (re.compile(rf"({_NAMED}=){_END}", re.IGNORECASE), r"\1***"),  # `host=db password=…`
+    # `"password": "…"`, also in JSON that is text of JSON; `host=db password=…`, `password: …`, `--api-key …`
+    (
+        re.compile(rf"({_NAMED}\\{{0,3}}[\"']?\s?[:=]\s?\\{{0,3}}([\"']))(?:(?!\2)[^\n]){{1,5000}}", re.IGNORECASE),
+        r"\1***",
+    ),
+    (re.compile(rf"((?:{_NAMED}|signature)=){_END}", re.IGNORECASE), r"\1***"),
+    (re.compile(rf"((?:passw(?:or)?d|passphrase):\s|--{_NAMED}\s){_END}", re.IGNORECASE), r"\1***"),
     (re.compile(r"(\bauthorization[\"']?\s?[:=]\s?[\"']?(?:\w{1,20}\s)?)[^\s\"',]+", re.IGNORECASE), r"\1***"),
     (re.compile(r"(\bBearer\s)[\w.~+/=-]{8,}"), r"\1***"),
-    (re.compile(r"(\b(?:api-key|auth-token|security-token)[\"']?:\s?[\"']?)[^\s\"',]+", re.IGNORECASE), r"\1***"),
+    (re.compile(r"(\b(?:set-)?cookie[\"']?:\s?[\"']?)[^\"'\n]+", re.IGNORECASE), r"\1***"),
+    (
+        re.compile(
+            r"(\b(?:api-key|(?:auth|security|private|vault|session)-token)[\"']?:\s?[\"']?)[^\s\"',]+", re.IGNORECASE
+        ),
+        r"\1***",
+    ),
 )
 SHORTEST = 8
 """Characters a value must have to be taken for a secret: `test` would be starred out of every second sentence."""
@@ -110,7 +133,8 @@ def _secret_values(environment: tuple[tuple[str, str], ...]) -> list[str]:
         if _VARIABLE.search(name) and not _NOT_ONE.search(name):
             values.add(value)
         parts = [match[1] for match in _PASSWORD.finditer(value)]
-        parts += [match[0].partition("=")[2] for form, _ in _IN_ADDRESS[1:] for match in form.finditer(value)]
+        found = [match[0].rstrip("@") for form, _ in _IN_ADDRESS[1:] for match in form.finditer(value)]
+        parts += [each.partition("=")[2] if each[0] in "?&;" else each for each in found]
         values |= {form for part in parts for form in (part, unquote(part))}
     written = {form for value in values for form in (value, quote(value, safe=""), repr(value)[1:-1], value.strip())}
     return sorted((value for value in written if len(value) >= SHORTEST), key=len, reverse=True)
@@ -229,8 +253,12 @@ def secret_settings(document: Mapping[str, Any], prefix: str = "") -> Iterator[s
             yield from secret_settings(value, f"{prefix}{key}.")
         elif isinstance(value, list | tuple):
             yield from secret_settings({str(place): each for place, each in enumerate(value)}, f"{prefix}{key}.")
-        elif isinstance(value, str) and value and (_SETTING.search(key) or holds_secret(value)):
+        elif isinstance(value, str) and value and (_SETTING.search(_snake(key)) or holds_secret(value)):
             yield f"{prefix}{key}"
+
+
+def _snake(key: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key)
 
 
 def redact_logs() -> None:

@@ -8,7 +8,7 @@ the limit, and closed.
 | `HEADER_SECONDS` for a request's headers, `BODY_SECONDS` for its body | 408 |
 | `MOST_BODY` bytes of a body | 413 |
 | `MOST_PER_KEY` connections, and twice `MOST_BODY` bytes of bodies on their way, of one key | 429 |
-| `MOST_HEADERS` bytes of headers | 431 |
+| `MOST_HEADERS` bytes of headers, trailers and the sizes of chunks | 431 |
 | `MOST_WAITING` connections that have shown no valid key, or a quarter of all descriptors | 503 to the oldest one |
 
 A client that has shown no valid key therefore keeps at most one of `MOST_WAITING` descriptors, for `HEADER_SECONDS`.
@@ -71,8 +71,9 @@ class Connection(HttpToolsProtocol):
         super().__init__(**options)
         self._all = all_connections
         self._key = ""
-        self._in_headers = True
+        self._in_message = False
         self._header_bytes = 0
+        """Of headers, trailers and what frames the chunks of a body: all that a body is not."""
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -92,20 +93,19 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        super().data_received(data)
-        if not self._in_headers or self.transport.is_closing():
-            return
         self._header_bytes += len(data)
+        super().data_received(data)
         if self._header_bytes > MOST_HEADERS:
             self.refuse(431, f"the headers are longer than {MOST_HEADERS:,} bytes")
+        elif not self._in_message and (self.cycle is None or self.cycle.response_complete):
+            self._expect_headers()  # after an empty line, say: what has come ended uvicorn's own wait
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_headers = True
+        self._in_message = True
         self._expect_headers()
 
     def on_headers_complete(self) -> None:
-        self._in_headers, self._header_bytes = False, 0
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -120,10 +120,12 @@ class Connection(HttpToolsProtocol):
             self._all.of_key[key].add(self)
 
     def on_body(self, body: bytes) -> None:
+        self._header_bytes -= len(body)
         if not self.transport.is_closing():
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._in_message, self._header_bytes = False, 0
         if not self.transport.is_closing():
             super().on_message_complete()
 

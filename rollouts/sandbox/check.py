@@ -65,7 +65,7 @@ def _run(plan: TestPlan, solution: Solution, verdicts: TextIO, *, as_leetcode: b
     space = vars(module)
     space.update(_library(plan))
     methods = [node for each in plan.body if isinstance(each, ast.ClassDef) for node in each.body]
-    solution.classes, solution.reads_arrays = plan.classes, plan.uses_arrays
+    solution.classes, solution.reads_arrays, solution.may_stop = plan.classes, plan.uses_arrays, plan.expects_stop
     solution.closed |= {node.name for node in methods if isinstance(node, Function)}
     space["_type_of_"] = type_of
     defined = solution.names(as_leetcode=as_leetcode)

@@ -28,7 +28,9 @@ from rollouts.sandbox.unsupported import unsupported
 _SET_UPS = ("setup_module", "teardown_module", "setup_function", "teardown_function", "setUpModule", "tearDownModule")
 _LATE_SKIPS = ("skipTest", "SkipTest", "importorskip")
 LIBRARY = {
-    **dict.fromkeys(("isclose", "isnan", "isinf", "inf", "nan", "pi"), "math"),
+    **dict.fromkeys(("isclose", "isnan", "isinf", "inf", "nan", "pi", "sqrt"), "math"),
+    **dict.fromkeys(("approx", "raises"), "pytest"),
+    **dict.fromkeys(("allclose", "array_equal"), "numpy"),
     **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
     **dict.fromkeys(("Any", "Dict", "List", "Optional", "Set", "Tuple", "Union"), "typing"),
     **{"deepcopy": "copy", "Decimal": "decimal", "Fraction": "fractions", "date": "datetime", "timedelta": "datetime"},
@@ -62,6 +64,8 @@ class TestPlan:
     """They also look names up by text."""
     uses_arrays: bool
     """They expect arrays of numpy as such, and not as lists."""
+    expects_stop: bool
+    """They name `StopIteration`."""
 
     def takes(self, name: str) -> bool:
         """True if a name of the code's is one that the tests are meant to use."""
@@ -124,7 +128,18 @@ def read_tests(source: str) -> TestPlan:
     classes = classes_of_code(nodes)
     if reason := next(met_with_data(nodes, classes, given), ""):
         raise CannotRun(reason)
-    return TestPlan(body, statements, functions, needs_pytest, wanted, classes, own, is_dynamic, uses_arrays)
+    return TestPlan(
+        body,
+        statements,
+        functions,
+        needs_pytest,
+        wanted,
+        classes,
+        own,
+        is_dynamic,
+        uses_arrays,
+        expects_stop="StopIteration" in used,
+    )
 
 
 def _imported_from_solution(nodes: Sequence[ast.AST]) -> set[str]:

@@ -100,6 +100,9 @@ class Link:
     closed: frozenset[str] = frozenset(_IS_DATA)
     """Methods of data by which tests compare, and what the tests define: a result with such a name is none of these."""
 
+    may_stop = True
+    """False if a `StopIteration` of the other end is an error, because it would end a `map` or `zip` early."""
+
     reads_arrays = True
     """False if an array is to arrive as a list."""
 
@@ -129,6 +132,8 @@ class Link:
             value = self._decode(message["error" if is_error else "value"])
             self.heard(message)
         if is_error:
+            if isinstance(value, StopIteration) and does != "next" and not self.may_stop:
+                raise RuntimeError("the code raised StopIteration") from value  # as in a generator (PEP 479)
             raise value
         return value
 

@@ -10,9 +10,8 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
-from settings.places.state_folder import find_home, store_uri
+from settings.places.state_folder import find_home, store_folder, store_uri
 
 COMMAND = "MILLRACE_COMMAND"
 """Environment variable: how the user calls `millrace`, for the processes below."""
@@ -48,9 +47,9 @@ def program(name: str) -> str:
 
 def _written(store: str) -> str:
     """A folder as a path, below the current one as a relative path; another address as it is."""
-    if not store.startswith("file://"):
+    folder = store_folder(store)
+    if folder is None:
         return store
-    folder = Path(unquote(urlsplit(store).path))
     return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 

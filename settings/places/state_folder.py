@@ -38,6 +38,11 @@ def store_uri(store: str = "", *, within: Path | None = None) -> str:
     return (Path(store).expanduser().resolve() if store else (within or home()) / "store").as_uri()
 
 
+def store_folder(uri: str) -> Path | None:
+    """The folder of a `file://` URI, in which `?` and `#` have no meaning; None for a URI of anything else."""
+    return Path(unquote(uri.removeprefix("file://"))) if uri.startswith("file://") else None
+
+
 def sqlite_uri(file: Path) -> str:
     """The URI of an SQLite database, in which `%` and `?` have a meaning."""
     return "sqlite:///" + str(file).replace("%", "%25").replace("?", "%3F")
@@ -52,4 +57,5 @@ def written_places(store: str = "") -> dict[str, Path]:
     """The folders that a command writes to, by what people call them; a store elsewhere is none."""
     uri = store_uri(store)
     places = {"the state folder (MILLRACE_HOME)": home(), "the temporary folder (TMPDIR)": Path(tempfile.gettempdir())}
-    return places | ({"the store": Path(uri.removeprefix("file://"))} if uri.startswith("file://") else {})
+    folder = store_folder(uri)
+    return places | ({"the store": folder} if folder else {})

@@ -84,8 +84,8 @@ def check_fits(state: RunState, body: Entry) -> None:
                 )
             if policy.anchor in state.retired_policies or state.retired_states & {policy.path, body.state_path}:
                 raise Conflict(f"step {claim.step} came so late that its files were removed; start this run again")
-            if policy.version in state.policies:
-                raise Conflict(f"policy version {policy.version} is already published")
+            if policy.version != claim.step:
+                raise Conflict(f"step {claim.step} makes policy version {claim.step}, and not {policy.version}")
             if not claim.base_version == policy.parent == state.newest_version:
                 raise Conflict(f"step {claim.step} does not train the newest policy, version {state.newest_version}")
             counts = Counter(group.group_id for _, group in claimed_groups(body))
@@ -94,6 +94,8 @@ def check_fits(state: RunState, body: Entry) -> None:
                 raise Conflict(f"step {claim.step} claims groups twice, or that are not pending: {lost[:5]}")
         case entries.Policy() if body.version in state.policies:
             raise Conflict(f"policy version {body.version} is already published")
+        case entries.Policy() if body.version:
+            raise Conflict(f"policy version {body.version} has no step; only version 0 is there before the first one")
         case entries.Quarantine() if body.shard_id not in state.shards:
             raise Conflict(f"shard {body.shard_id} is not in this log")
         case entries.Alias(version=version) if version not in state.policies:

@@ -135,6 +135,7 @@ class _Parts:
 class _Line(msgspec.Struct):
     """An entry's document, its body still JSON."""
 
+    number: int
     kind: str
     written_at: float
     body: msgspec.Raw
@@ -161,11 +162,13 @@ def decode_entry(document: bytes, *, number: int) -> LogEntry:
     """An entry from its document. Raises `ValueError`, `KeyError` or `TypeError` if it cannot be read."""
     try:
         line = _LINE.decode(document)
-        kind, written_at, body = line.kind, line.written_at, _BODIES[line.kind].decode(line.body)
+        recorded, kind, written_at, body = line.number, line.kind, line.written_at, _BODIES[line.kind].decode(line.body)
     except (msgspec.DecodeError, RecursionError):  # damaged, or with NaN, infinity or half a surrogate pair
         values = read_json(document)
-        kind, written_at = values["kind"], values["written_at"]
+        recorded, kind, written_at = values["number"], values["kind"], values["written_at"]
         body = from_json(ENTRY_KINDS[kind], values["body"])
+    if recorded != number:
+        raise ValueError(f"it is entry {recorded!r}")
     if not (isinstance(written_at, int | float) and abs(written_at) < _LAST_YEAR):
         raise ValueError(f"written_at = {written_at!r} is no time")
     return LogEntry(number=number, kind=kind, written_at=written_at, body=body)

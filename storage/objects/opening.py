@@ -11,8 +11,8 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import unquote, urlparse
 
+from settings.places.state_folder import store_folder
 from storage.objects.object_store import ConditionRefused, LocalStore, ObjectStore, StoreError, StoreFull
 
 WRITERS, RACES = 4, 3
@@ -21,24 +21,25 @@ WRITERS, RACES = 4, 3
 
 def open_store(uri: str) -> ObjectStore:
     """A store by URI or path. Raises `StoreError` for any other, one with credentials, and an unreadable folder."""
-    parsed = urlparse(uri)
-    if parsed.scheme == "s3":
+    scheme, is_uri, rest = uri.partition("://")
+    if is_uri and scheme == "s3":
         from storage.objects.s3_store import S3Store
 
-        if "@" in parsed.netloc:
+        bucket, _, prefix = rest.partition("/")
+        if "@" in bucket:
             raise StoreError(
                 "the store's URI contains credentials, and runs store the URI: use s3://bucket/prefix, and give the "
                 "credentials to the AWS chain (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
             )
-        if not parsed.netloc or parsed.path.startswith("//"):
-            right = f"s3://{parsed.netloc or 'bucket'}/{parsed.path.strip('/') or 'prefix'}"
+        if not bucket or prefix.startswith("/"):
+            right = f"s3://{bucket or 'bucket'}/{prefix.strip('/') or 'prefix'}"
             raise StoreError(f"store {uri!r} has an empty name between two slashes; use {right}")
         return S3Store(uri)
-    if parsed.scheme == "file" and parsed.netloc:
-        raise StoreError(f"store {uri!r}: {parsed.netloc!r} is a host; a file URI has three slashes: file:///…")
-    if parsed.scheme in ("", "file"):
-        path = unquote(parsed.path) if parsed.scheme else uri  # `LocalStore.uri` quotes spaces and the like
-        root = Path(path).expanduser().resolve()
+    if is_uri and scheme == "file" and not rest.startswith("/"):
+        host = rest.partition("/")[0]
+        raise StoreError(f"store {uri!r}: {host!r} is a host; a file URI has three slashes: file:///…")
+    if not is_uri or scheme == "file":
+        root = (store_folder(uri) or Path(uri)).expanduser().resolve()
         try:
             os.scandir(root).close()
         except FileNotFoundError:
@@ -46,7 +47,7 @@ def open_store(uri: str) -> ObjectStore:
         except OSError as error:
             raise StoreError(f"store {root} cannot be opened ({error.strerror}); choose another `store`") from error
         return LocalStore(root)
-    raise StoreError(f"store {uri!r}: unknown scheme {parsed.scheme!r}; use a folder, file:///… or s3://bucket/prefix")
+    raise StoreError(f"store {uri!r}: unknown scheme {scheme!r}; use a folder, file:///… or s3://bucket/prefix")
 
 
 def probe(store: ObjectStore, *, with_data: bool = True) -> None:

@@ -72,7 +72,7 @@ def accepted_name(name: str) -> str:
     clean = "/".join(part if part.strip(".") else f"_{part}" for part in parts)
     if clean == name and len(name) <= _LONGEST_NAME:
         return name
-    clean = f"{clean[: _LONGEST_NAME - 8]}-{sha256_of(name.encode())[:6]}"
+    clean = f"{clean[: _LONGEST_NAME - 8]}-{sha256_of(name.encode(errors='surrogatepass'))[:6]}"
     logger.warning("MLflow takes no name like %r; there it is %r", name, clean)
     return clean
 

@@ -12,7 +12,6 @@ prompt, and the id nearest to an unknown one, are looked up among the ids of all
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -26,7 +25,8 @@ from settings.errors import InvalidInput
 from settings.places.state_folder import home
 from storage.log.entries import OUTCOMES, Evaluation, GroupSummary, Policy, Step
 from storage.log.run_log import RunLog
-from storage.objects.digests import DigestMismatch
+from storage.log.runs import run_config
+from storage.objects.digests import DigestMismatch, sha256_of_json
 from storage.objects.staging import staging_folder
 from storage.policies.policies import PolicyReader
 from storage.shards.schema import flat
@@ -183,7 +183,7 @@ def policy_lineage(log: RunLog, version: int, *, verify: bool = False) -> Policy
         code_version=session.code_version if session else "",
         reward_sha256=session.reward_sha256 if session else "",
         config=f"{log.store.uri}/{log.key('run.json')}",
-        config_sha256=json.loads(log.store.get(log.key("run.json")))["config_sha256"],
+        config_sha256=sha256_of_json(run_config(log)),
         outcomes={outcome: len(getattr(step.claim, outcome)) for outcome in OUTCOMES} if step else {},
         dataset_digest=dataset_digest(step) if step else "",
         sampled_by=sampled_by,

@@ -33,7 +33,7 @@ from rollouts.workflow import Workflow, place_of
 from settings.errors import InvalidInput, MissingPackage, check_room, path_errors
 from settings.loss import CustomLoss
 from settings.places.hints import command
-from settings.places.state_folder import home, sqlite_file, store_uri, written_places
+from settings.places.state_folder import home, sqlite_file, store_folder, store_uri, written_places
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
@@ -232,19 +232,24 @@ def check_devices(config: RunConfig) -> None:
 
 def check_tracking(uri: str) -> None:
     """Raise `InvalidInput` if MLflow's server does not answer, or if its database cannot be there."""
-    parsed, shown = urlparse(uri), f"tracking = {without_secrets(uri)!r}"
+    shown = f"tracking = {without_secrets(uri)!r}"
+    try:
+        parsed = urlparse(uri)
+        port = parsed.port
+    except ValueError as error:
+        raise InvalidInput(f"{shown} is no address: {error}") from error
     start = f"start it (`{command('up')}` starts one on this machine), or leave `tracking` out for a file"
     if parsed.scheme in ("http", "https"):
         try:
             httpx.get(uri, timeout=SECONDS_TO_ANSWER)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise InvalidInput(f"{shown}: no server answers ({without_secrets(str(error))}); {start}") from error
     elif parsed.scheme.partition("+")[0] in _PORTS:
         with path_errors(f"{shown}: no database answers"):
-            address = (parsed.hostname or "localhost", parsed.port or _PORTS[parsed.scheme.partition("+")[0]])
+            address = (parsed.hostname or "localhost", port or _PORTS[parsed.scheme.partition("+")[0]])
             socket.create_connection(address, timeout=SECONDS_TO_ANSWER).close()
     elif parsed.scheme in ("", "file", "sqlite"):
-        path = (sqlite_file(uri) or Path(parsed.path)).expanduser().resolve()
+        path = (sqlite_file(uri) or store_folder(uri) or Path(parsed.path)).expanduser().resolve()
         folder = path.parent if parsed.scheme == "sqlite" else path
         if not folder.exists() and not folder.is_relative_to(home()) and parsed.scheme == "sqlite":
             raise InvalidInput(f"{shown}: there is no folder {folder}; make it, or name another")

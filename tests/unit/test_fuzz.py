@@ -305,7 +305,7 @@ def _entries() -> list[bytes]:
     commit(log, "s0", a_group(0))
     log.refresh()
     log.append(a_step(log.state, trained=["0.task0"]))
-    return [data for key, data in sorted(store.files.items()) if "/log/" in key]
+    return [re.sub(rb'"number":\d+', b'"number":0', data) for key, data in store.files.items() if "/log/" in key]
 
 
 def _in_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], object]:

@@ -5,7 +5,9 @@ In: a folder in HF layout. Out: the file of each tensor; files that no index nam
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from trainers.model.kinds import refusal
 
 INDEX_FILE = "model.safetensors.index.json"
 _NEEDED = ("config.json", "tokenizer_config.json")
+_VOCABULARIES = ("tokenizer.json", "*vocab*", "*.model", "*.tiktoken", "*.spm", "tekken.json")
+"""Patterns of files, one of which every tokenizer has."""
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -25,6 +29,8 @@ def check_model_folder(folder: Path, *, trains_weights: bool = False) -> None:
     instead of files, or whose tokenizer knows tokens for which the model has no embedding; for an architecture that
     cannot be trained, and, if all weights are to be trained, for quantised ones."""
     missing = [name for name in _NEEDED if not (folder / name).is_file()]
+    if not any(file.is_file() for pattern in _VOCABULARIES for file in folder.glob(pattern)):
+        missing.append("tokenizer.json")
     weights = sorted(folder.glob("*.safetensors"))
     if not missing and not weights:
         others = next((file.name for file in folder.glob("*.bin")), "")
@@ -37,20 +43,32 @@ def check_model_folder(folder: Path, *, trains_weights: bool = False) -> None:
     except FileNotFoundError as error:
         raise InvalidInput(f"{error}; copy or download the model again") from error
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    check_kind(config, trains_weights=trains_weights)
-    about = config.get("text_config") or config
+    with _of_damaged("config.json"):
+        check_kind(config, trains_weights=trains_weights)
+        about = config.get("text_config") or config
+        rows = about.get("vocab_size")
+    with _of_damaged("tokenizer.json"):
+        most = _highest_token(folder / "tokenizer.json")
     is_known = any(name.endswith("embed_tokens.weight") for name in names)
     if is_known and not any("lm_head" in name for name in names) and not _is_tied(config, about):
         raise InvalidInput(
             "its weights have no lm_head, and config.json does not tie it to the embedding: it is no causal language "
             "model, or was saved without its head; use the checkpoint of the whole model"
         )
-    most, rows = _highest_token(folder / "tokenizer.json"), about.get("vocab_size")
     if isinstance(rows, int) and most >= rows:
         raise InvalidInput(
             f"its tokenizer has a token {most}, and the model embeds {rows}: take the tokenizer that belongs to the "
             f"weights, or call resize_token_embeddings({most + 1}) and save both again"
         )
+
+
+@contextlib.contextmanager
+def _of_damaged(name: str) -> Iterator[None]:
+    """Raise `InvalidInput` for a value of another type than such files have."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InvalidInput(f"{name} is damaged ({type(error).__name__}: {error}); copy it again") from error
 
 
 def check_kind(config: dict[str, Any], *, trains_weights: bool) -> None:
@@ -100,7 +118,7 @@ def _highest_token(file: Path) -> int:
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return max([*ids, *(token["id"] for token in tokenizer.get("added_tokens") or ())], default=-1)
+    return max([-1, *ids, *(token["id"] for token in tokenizer.get("added_tokens") or ())])
 
 
 def stored_in(folder: Path) -> dict[str, Path]:
@@ -119,6 +137,8 @@ def stored_in(folder: Path) -> dict[str, Path]:
         files = {str(name): folder / str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InvalidInput(f"{index} is no index of weights: {error}") from error
+    if not files:
+        raise InvalidInput(f"{index} names no weights; copy or download the model again")
     if whole.exists() and set(files.values()) != {whole}:
         raise InvalidInput(f"{folder} has {WEIGHTS_FILE} and an index of other files; remove the one that is stale")
     for file in sorted(set(files.values())):

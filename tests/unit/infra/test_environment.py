@@ -111,6 +111,15 @@ def test_a_later_call_for_another_run_file_has_its_state_folder(tmp_path: Path):
         ({"HTTP_PROXY": "http://proxy:3128"}, "localhost,127.0.0.1,::1"),
         ({"https_proxy": "http://proxy:3128", "NO_PROXY": "corp.example"}, "corp.example,localhost,127.0.0.1,::1"),
         ({"ALL_PROXY": "socks5://proxy", "no_proxy": "127.0.0.1, .corp"}, "127.0.0.1,.corp,localhost,::1"),
+        (
+            {"http_proxy": "http://proxy", "no_proxy": "", "NO_PROXY": "a.corp"},
+            "a.corp,localhost,127.0.0.1,::1",
+        ),
+        (
+            {"http_proxy": "http://proxy", "no_proxy": "b.corp", "NO_PROXY": "a.corp"},
+            "b.corp,a.corp,localhost,127.0.0.1,::1",
+        ),
+        ({"http_proxy": "http://proxy", "NO_PROXY": "*"}, "*"),
         ({}, None),
     ],
 )

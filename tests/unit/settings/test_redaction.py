@@ -52,6 +52,14 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
         ("X-Api-Key: abc, x: 1", "X-Api-Key: ***, x: 1"),
         ("with hf_abcdefghijklmnopqrstuv", "with ***"),
         ("-----BEGIN PRIVATE KEY-----\nMII\n-----END PRIVATE KEY----- and", "*** and"),
+        ('{"password": "a#b c", \\\\"api_key\\\\": \\\\"k\\\\"}', '{"password": "***", \\\\"api_key\\\\": \\\\"***"}'),
+        ("client_secret='s t' and AccountKey=a+b==;X", "client_secret='***' and AccountKey=***;X"),
+        ("password: p, --api-key k --page 2", "password: ***, --api-key *** --page 2"),
+        ("Set-Cookie: sid=1f; Path=/", "Set-Cookie: ***"),
+        ("X-Vault-Token: abc and private-token: 1", "X-Vault-Token: *** and private-token: ***"),
+        ("https://0123456789abcdef0123@o1.ingest.sentry.io/1", "https://***@o1.ingest.sentry.io/1"),
+        ("https://hooks.slack.com/services/T0/B0/abc is away", "https://hooks.slack.com/*** is away"),
+        ("npm_abcdefghijklmnopqrstuvwxyz0123456789 rk_live_abcdefghijklmnop", "*** ***"),
         ("sk-abcdefghijklmnopqrst123 eyJhbGciOiJ.eyJzdWIiOiIx.c2ln", "*** ***"),
         *(
             (text, text)
@@ -61,6 +69,8 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
                 "http://127.0.0.1:5000/#/experiments/0 and me@host",
                 "tokens=7 max_tokens=16 eos_token=<end> key=value",
                 "a bearer of news; authorized",
+                "judge.api_key: Field required; no credentials: none found; pad_token='<pad>'",
+                "http://me@host/x and postgresql://mlflow_of_production@db/x",
                 "s3://bucket/prefix/a=1",
                 "models:/run@champion",
             ]
@@ -76,6 +86,7 @@ def test_messages_name_no_password(said: str, shown: str):
     [
         *("OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MILLRACE_NOTIFY"),
         *("PGPASS", "PGPASSWORD", "GITHUB_PAT", "GPG_PASSPHRASE", "SMTP_PASS", "DB_PWD", "SENTRY_DSN", "STORAGE_SAS"),
+        *("ACCESS_TOKEN_PROD", "TOKEN_GITHUB", "SSHPASS", "HTTP_AUTHORIZATION", "UNLOCK_PASSCODE"),
         *("PREFECT_AUTH", "API_KEY_2", "DB_PASSWORD_PROD", "SLACK_WEBHOOK_URL", "AZURE_STORAGE_CONNECTION_STRING"),
     ],
 )
@@ -106,7 +117,16 @@ def test_nor_is_a_signature_of_an_address_there_however_it_is_quoted(monkeypatch
 def test_what_is_no_secret_stays(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")  # a name, not a secret
     monkeypatch.setenv("SHORT_TOKEN", "test")
-    for name in ("PWD", "OLDPWD", "SSH_AUTH_SOCK", "GOLDEN_COMPASS", "TOKEN_FILE", "RUN_PATH", "JUDGE_API_KEY_ENV"):
+    for name in (
+        "PWD",
+        "OLDPWD",
+        "SSH_AUTH_SOCK",
+        "GOLDEN_COMPASS",
+        "TOKEN_FILE",
+        "TOKEN_URL",
+        "RUN_PATH",
+        "JUDGE_API_KEY_ENV",
+    ):
         monkeypatch.setenv(name, "/home/somebody")
     said = "a test of AKIAIOSFODNN7EXAMPLE in /home/somebody"
     assert without_secrets(said) == said
@@ -176,6 +196,10 @@ def test_no_text_takes_long(piece: str):
         ({"engine": {"vllm": {"hf_token": KEY}}}, "engine.vllm.hf_token"),
         ({"engine": {"vllm": {"passphrase": KEY}}}, "engine.vllm.passphrase"),
         ({"engine": {"vllm": {"github_pat": KEY}}}, "engine.vllm.github_pat"),
+        *(
+            ({"workflow_settings": {name: KEY}}, f"workflow_settings.{name}")
+            for name in ("clientSecret", "x-api-key", "private_token", "encryption_key", "connection_string")
+        ),
         ({"engine": {"vllm": {"extra": [f"hf_{KEY.replace('-', '')}abcdef"]}}}, "engine.vllm.extra.0"),
     ],
 )

@@ -25,6 +25,7 @@ def an_entry(kind: str, body: Any, written_at: Any = 1.0, number: int = 1) -> by
 
 
 ALIAS = {"name": "champion", "version": 0, "checksum": ""}
+POLICY = {"path": "p", "weights_sha256": "", "parent": 2}
 ENTRY = f"log/{1:020d}.json"
 DAMAGES: dict[str, tuple[str, bytes | None, str]] = {
     # what it is: (file of the run, its bytes or None for a folder, the reason)
@@ -48,6 +49,18 @@ DAMAGES: dict[str, tuple[str, bytes | None, str]] = {
     "time is a word": (ENTRY, an_entry("alias", ALIAS, "noon"), f"{ENTRY} cannot be read"),
     "time is infinite": (ENTRY, an_entry("alias", ALIAS, float("inf")), "written_at = inf is no time"),
     "time is far": (ENTRY, an_entry("alias", ALIAS, 1e300), "written_at = 1e+300 is no time"),
+    "another entry": (
+        ENTRY,
+        an_entry("alias", ALIAS, number=7),
+        f"{ENTRY} cannot be read: ValueError('it is entry 7')",
+    ),
+    "half a copy": (ENTRY, an_entry("alias", {"name": "champion"}), "missing required field"),
+    "policy without a step": (ENTRY, an_entry("policy", {**POLICY, "version": 3}), "policy version 3 has no step"),
+    "document of a hand": (
+        "run.json",
+        b'{"config": {"retention": 7}, "folder": []}',
+        "its values have the wrong types",
+    ),
     "alias of no policy": (ENTRY, an_entry("alias", ALIAS | {"version": 9}), "policy version 9 is not in this log"),
     "quarantine of no shard": (ENTRY, an_entry("quarantine", {"shard_id": "x", "reason": ""}), "is not in this log"),
     "reader is a list": ("readers/1.json", b"[]", ""),

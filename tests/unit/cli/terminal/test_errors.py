@@ -68,8 +68,8 @@ def test_a_full_disk_is_one_sentence_with_its_place_and_a_status_of_its_own(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whoever raises it, with a number or in words, and a server whose database is full and that says only 500."""
-    free = {"home": 3_000_000, "tmp": 10**9, "store": 10**9}
-    for name, variable in (("home", "MILLRACE_HOME"), ("tmp", "TMPDIR"), ("store", "MILLRACE_STORE")):
+    free = {"home": 3_000_000, "tmp": 10**9, "my 50%?": 10**9}
+    for name, variable in (("home", "MILLRACE_HOME"), ("tmp", "TMPDIR"), ("my 50%?", "MILLRACE_STORE")):
         (tmp_path / name).mkdir()
         monkeypatch.setenv(variable, str(tmp_path / name))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -77,11 +77,11 @@ def test_a_full_disk_is_one_sentence_with_its_place_and_a_status_of_its_own(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free[path.name]))
     home, temporary = f"the state folder (MILLRACE_HOME), {tmp_path / 'home'}", f"(TMPDIR), {tmp_path / 'tmp'}"
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "tmp" / "x" / "y.safetensors"))
-    quota = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(tmp_path / "store" / "z"))
+    quota = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(tmp_path / "my 50%?" / "z"))
     words = RuntimeError("SafetensorError: I/O error: No space left on device (os error 28)")
     for error, place in (
         (full, temporary),
-        (quota, f"the store, {tmp_path / 'store'}"),
+        (quota, f"the store, {tmp_path / 'my 50%?'}"),
         (words, home),
         (_caused(RuntimeError("step 3"), sqlite3.OperationalError("database or disk is full")), home),
         (ExceptionGroup("tasks", [KeyError("gone"), ExceptionGroup("more", [full])]), temporary),

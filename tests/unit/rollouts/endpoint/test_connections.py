@@ -18,6 +18,7 @@ from tests.unit.rollouts.scripted_text import Served, served
 pytestmark = pytest.mark.server
 
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = b"authorization: Bearer KEY\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
@@ -50,9 +51,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         (CHAT, 408, "headers"),
         (CHAT + b"authorization: Bearer KEY\r\ncontent-length: 9\r\n\r\n{", 408, "body"),
         (CHAT + b"authorization: Bearer KEY\r\ncontent-length: 800000000\r\n\r\n", 413, "longer"),
-        (CHAT + b"authorization: Bearer KEY\r\ntransfer-encoding: chunked\r\n\r\n7d0\r\n" + b"x" * 2000, 413, "longer"),
+        (CHAT + CHUNKED + b"7d0\r\n" + b"x" * 2000, 413, "longer"),
         (CHAT + b"authorization: Bearer sk-no\r\ncontent-length: 800000000\r\n\r\n" + b"x" * 2000, 401, "API key"),
         (CHAT + b"x: " + b"y" * connections.MOST_HEADERS, 431, "headers"),
+        (CHAT + CHUNKED + b"1\r\n \r\n0\r\nx: " + b"y" * connections.MOST_HEADERS, 431, "headers"),
+        (CHAT + CHUNKED + b"1;x=" + b"y" * connections.MOST_HEADERS, 431, "headers"),
         (b"what is this?\r\n\r\n", 400, "Invalid HTTP"),
     ],
 )
@@ -67,15 +70,16 @@ async def test_each_limit_has_its_status(text_tokens: ChatTokens, sent: bytes, s
     assert len(agent.chat.turns) == 1
 
 
+@pytest.mark.parametrize("begun", [b"GET /v1/models HTTP/1.1\r\n", b"\r\n"])
 @pytest.mark.usefixtures("impatient")
-async def test_a_later_request_of_a_connection_has_the_same_time_for_its_headers(text_tokens: ChatTokens):
+async def test_a_later_request_of_a_connection_has_the_same_time_for_its_headers(text_tokens: ChatTokens, begun: bytes):
     async with served(text_tokens) as agent, _raw(agent) as (reader, writer):
         models = b"GET /v1/models HTTP/1.1\r\nauthorization: Bearer " + agent.session.key.encode() + b"\r\n\r\n"
         writer.write(models + models)
         for _ in range(2):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
             await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
-        writer.write(models[:-2])
+        writer.write(begun)
         assert (await _status(reader))[0] == 408
 
 

@@ -31,6 +31,14 @@ TASKS: dict[str, tuple[str, str]] = {
         "assert math.isclose(add(2, 3), 5)\nassert Counter(text()) == Counter('aab')\nassert isclose(add(1, 1), 2) and abs(add(1, 0) - 1) < 1\nassert np.allclose(add(2, 2), 4) and add(2, 2) == 4",
         "import math\nfrom collections import Counter\nfrom math import isclose\nimport numpy as np\ndef add(a, b): return a + b\ndef text(): return 'baa'",
     ),
+    "unimported too": (
+        "assert root(2) == sqrt(2)\nassert root(9) == approx(3)\nwith raises(ValueError): root(-1)\nassert allclose(root(4), 2)\nassert array_equal([root(1)], [1])",
+        "from math import sqrt\nfrom numpy import allclose, array_equal\nfrom pytest import approx, raises\ndef root(x): return sqrt(x)",
+    ),
+    "map": (
+        "for got, want in zip(map(f, [1, 2]), [1, 4]): assert got == want\nassert all(map(lambda x: f(x) == x * x, [2, 3]))\nassert [*filter(f, [0, 1])] == [1]\nfor x in iter(lambda: f(2), 4): assert x == 4\nassert all(A(x).x == x for x in [1]) and all(map(lambda x: A(x).x == x, [1]))",
+        "def f(x): return x * x\nclass A:\n    def __init__(self, x): self.x = x",
+    ),
     "star": (
         "import math\nfrom math import isclose\nfrom solution import *\ndef near(a, b): return isclose(a, b) and math.isclose(a, b)\nassert near(add(2, 3), 5)",
         "def add(a, b): return a + b",
@@ -99,6 +107,8 @@ HACKS: list[tuple[str, str]] = [
     ("add", ADD + "class K(str):\n    def startswith(self, *_): return False\n    __hash__ = str.__hash__\nglobals()[K('__builtins__')] = {'abs': lambda x: 0}"),
     *(("unimported", ADD + "def text(): return 'zz'\n" + code) for code in (
         "class math: isclose = staticmethod(lambda *_: True)", "class Counter:\n    def __init__(self, _): pass\n    def __eq__(self, other): return True", "def isclose(*_): return True", "class np: allclose = staticmethod(lambda *_: True)", "import math\nmath.isclose = lambda *_: True")),
+    *(("unimported too", f"def root(x): return 99\n{code}") for code in (
+        "def sqrt(x): return 99", "def approx(x): return 99", "class raises:\n    def __init__(self, _): pass\n    def __enter__(self): pass\n    def __exit__(self, *_): pass", "def allclose(*_): return True\narray_equal = allclose")),
     *(("star", ADD + code) for code in ("def isclose(*_): return True", "class math: isclose = staticmethod(lambda *_: True)", "def near(*_): return True", "__all__ = ['add', 'near', 'math', 'isclose']\ndef near(*_): return True\nmath = isclose = near")),
     *(("json", ADD + f"def {name}(*_): return {value}") for name, value in (("passes", "True"), ("as_json", "[5, 2]"), ("hasattr", "1"), ("getattr", "lambda *_: 5"))),
     *(("json", ADD + f"{name} = {value}") for name, value in (("calls", "[]"), ("name", "'add'"), ("json", "__import__('types').SimpleNamespace(loads=lambda _: [])"))),
@@ -132,6 +142,7 @@ HACKS: list[tuple[str, str]] = [
     *(("any error", f"import os, sys\ndef f(x): {code}") for code in ("os._exit(0)", "os.abort()", "os.kill(os.getpid(), 9)", "sys.stdout.close(); os.closerange(0, 99)", "return 5")),
     *(("callback", f"def each(items, f):\n    for item in items:\n        try: f({what})\n        except {error}: pass") for what, error in (("9", "AssertionError"), ("None", "BaseException"))),
     ("callback", "def each(items, f): pass"),
+    *(("map", f"def f(x): raise {error}\nclass A:\n    def __init__(self, x): pass\n    x = property(f)") for error in ("StopIteration", "type('S', (StopIteration,), {})", "StopIteration(4)", "GeneratorExit", "StopAsyncIteration")),
     # the end of a process
     *((task, f"import os, sys\n{code}") for task in ("add", "pytest", "stdin", "json") for code in ("os._exit(0)", "sys.exit(0)", "import atexit\natexit.register(os._exit, 0)")),
     *(("add", f"import os, sys\ndef add(a, b): {code}") for code in ("os._exit(0)", "sys.exit(0)", "raise SystemExit", "raise KeyboardInterrupt", "raise GeneratorExit", "raise StopIteration", "os.kill(os.getppid(), 9)", "os.kill(0, 9)", "os.execv('/bin/true', ['true'])", "os.fork()")),

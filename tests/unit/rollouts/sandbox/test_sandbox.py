@@ -98,6 +98,8 @@ CALLS = {
     **{"fanotify_init(0, 0)": 1, "mlock(pid(0), 2**14)": 1, "sync_file_range(-1, 0, 0, 0)": 9, "syncfs(pipe)": 1},
     # other processes, and large interfaces of the kernel
     **{"pidfd_open(parent, 0)": 1, "process_vm_readv(parent, 0, 0, 0, 0, 0)": 1, "ptrace(16, parent, 0, 0)": 1},
+    # space of the disk past the limit of a file's size, all in one call
+    **{"fallocate(pipe, FALLOC_FL_KEEP_SIZE := 1, 0, 4096)": 1, "fallocate(pipe, 0x11, 0, 4096)": 1},
     **{"prctl(PR_SET_PDEATHSIG := 1, 0)": 1, "prctl(PR_SET_DUMPABLE := 4, 0)": 1, "prctl(62, 2, parent, 0, 0)": 1},
     **{"unshare(0x10000000)": 1, "setns(pipe, 0)": 1, "personality(0x40000)": 1, "socketpair(30, 1, 0, pid(0, 0))": 1},
     **{"syscall(425, 8, pid(0))": 1, "syscall(434, parent, 0)": 1, "open_by_handle_at(-100, pid(0), 0)": 1},

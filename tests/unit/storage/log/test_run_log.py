@@ -112,14 +112,13 @@ def test_what_contradicts_the_log_is_refused_and_changes_nothing():
         (a_shard("s1", [a_summary(8), a_summary(9, group_id="0.task8")]), r"0\.task8"),
         (a_shard("s1", [a_summary(8), a_summary(8, group_id="0.task9")]), r"\[8\]"),
         (replace(BASE, path="models/other"), "version 0 is already published"),
+        (replace(BASE, version=2, parent=1), "version 2 has no step"),
+        (replace(step, policy=replace(step.policy, version=7)), "step 2 makes policy version 2, and not 7"),
         (Quarantine(shard_id="s9", reason=""), "s9 is not in this log"),
     ]:
         with pytest.raises(Conflict, match=message):
             log.append(body)
         assert RunLog(log.store, "run").refresh().entries == log.refresh().entries == 4
-    log.append(records.Policy(version=2, path="elsewhere", weights_sha256="1" * 64, parent=1))
-    with pytest.raises(Conflict, match="version 2 is already published"):
-        log.append(step)
 
 
 _SESSION = {"number": 3, "kind": "session", "written_at": 1.0, "body": {"id": "x", "code_version": ""}}
@@ -145,7 +144,11 @@ def test_a_broken_entry_is_damage_and_named(document: bytes):
 def test_an_entry_that_contradicts_the_ones_before_is_damage():
     log = _with_groups()
     log.append(a_step(log.state, trained=["0.task0"]))
-    log.store.put("runs/run/log/00000000000000000004.json", log.store.get("runs/run/log/00000000000000000003.json"))
+    copied = log.store.get("runs/run/log/00000000000000000003.json")
+    log.store.put("runs/run/log/00000000000000000004.json", copied)
+    with pytest.raises(LogDamaged, match=r"00000000000000000004.json cannot be read: .*it is entry 3"):
+        log.refresh()
+    log.store.put("runs/run/log/00000000000000000004.json", copied.replace(b'"number":3', b'"number":4'))
     with pytest.raises(LogDamaged, match="log entry 4: step 1 does not follow step 1"):
         log.refresh()
 

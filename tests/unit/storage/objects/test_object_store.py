@@ -171,6 +171,8 @@ def test_a_budget_that_is_no_number_is_refused(store: LocalStore, monkeypatch: p
         ("gs://bucket/prefix", "gs.*s3://bucket/prefix"),
         ("file://data/store", "three slashes; file:///|file:///"),
         ("s3://bucket//prefix", "empty name between two slashes; use s3://bucket/prefix$"),
+        ("S3://bucket/prefix", "unknown scheme 'S3'; use a folder, file:///… or s3://bucket/prefix$"),
+        ("http://[::1", "unknown scheme 'http'"),
         ("s3:///prefix", "empty name between two slashes; use s3://bucket/prefix$"),
     ],
 )
@@ -180,11 +182,13 @@ def test_a_uri_that_names_no_store_is_refused_with_one_that_does(uri: str, sente
 
 
 def test_a_store_is_a_path_or_a_uri_and_opens_again_by_its_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("plain", "with space", "100%", "50%20", "grün", "a#b?c"):
+    for name in ("plain", "with space", "a:b", "[1", "100%", "50%20", "grün", "a#b?c"):
         store = open_store(str(tmp_path / name))
         store.put("key", name.encode())
         again = open_store(store.uri)
         assert again.uri == store.uri and again.get("key") == name.encode()
+        by_hand = open_store(f"file://{tmp_path}/{name.replace('%', '%25')}")
+        assert by_hand.uri == store.uri, "nothing else needs to be quoted"
     monkeypatch.chdir(tmp_path)
     relative = open_store("here")
     assert isinstance(relative, LocalStore) and relative.root == tmp_path / "here"

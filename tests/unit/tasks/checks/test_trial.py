@@ -259,6 +259,12 @@ def test_an_error_that_another_reply_might_not_cause_is_a_warning(
         ({"batch_size": 7}, "batch_size = 7 prompts, but split 'train' has 3 tasks, .* up to 3 times: .* at most 3"),
         ({"tracking": "http://127.0.0.1:9"}, "tracking = 'http://127.0.0.1:9': no server answers"),
         ({"tracking": "nonsense://x"}, "tracking = 'nonsense://x': MLflow knows no nonsense://"),
+        ({"tracking": "http://[::1"}, r"tracking = 'http://\[::1' is no address: Invalid IPv6 URL"),
+        (
+            {"tracking": "postgresql://h:99999/x"},
+            "tracking = 'postgresql://h:99999/x' is no address: Port out of range",
+        ),
+        ({"tracking": "http://a b/"}, "tracking = 'http://a b/': no server answers"),
         ({"tracking": "sqlite:////no/where.db"}, "there is no folder /no"),
         ({"tracking": {"also": "wandb"}}, "tracking.also = \\['wandb'\\]: there is no key for Weights & Biases"),
     ],

@@ -32,6 +32,17 @@ def _in_parts(folder: Path) -> None:
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
 
 
+def _with_an_index_of_nothing(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / INDEX_FILE).write_text('{"weight_map": {}}')
+    save_file(EMBEDDING, folder / "1.safetensors")
+
+
+def _with_a_dead_link(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("blobs/gone")
+
+
 def _without_head(folder: Path) -> None:
     save_file(EMBEDDING, folder / "model.safetensors")
 
@@ -53,6 +64,25 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "model.safetensors is damaged.*copy it again",
     ),
     "half a config": (lambda f: (f / "config.json").write_text('{"model_'), "config.json is damaged.*copy it again"),
+    **{
+        f"{file}: {values}": (
+            lambda f, file=file, values=values: (f / file).write_text(values),
+            f"{file} is damaged.*copy it again",
+        )
+        for file, values in [
+            ("config.json", "[]"),
+            ("config.json", '{"model_type": "llama", "text_config": 7}'),
+            ("config.json", '{"model_type": "llama", "quantization_config": "fp8"}'),
+            ("config.json", '{"model_type": "llama", "layer_types": 7}'),
+            ("config.json", '{"model_type": "llama", "rope_scaling": "dynamic"}'),
+            ("tokenizer.json", "null"),
+            ("tokenizer.json", '{"model": {"vocab": {"a": "x"}}}'),
+            ("tokenizer.json", '{"added_tokens": [{"content": "x"}]}'),
+        ]
+    },
+    "an index of nothing": (_with_an_index_of_nothing, f"{INDEX_FILE} names no weights; copy or download"),
+    "no vocabulary": (lambda f: (f / "tokenizer.json").unlink(), "lacks tokenizer.json"),
+    "a link to no vocabulary": (_with_a_dead_link, "lacks tokenizer.json"),
     "missing part": (_in_parts, f"lacks 2.safetensors, which {INDEX_FILE} names; copy or download"),
     "no head": (_without_head, "no lm_head.*checkpoint of the whole model"),
     "no head, the key left out": (_without_head_and_key, "no lm_head.*checkpoint of the whole model"),
