@@ -129,8 +129,8 @@ def _load_file(path: Path) -> Any:
     with path_errors(f"{path} cannot be imported"):
         if not path.exists():
             raise InvalidInput(
-                f"{str(path)!r} cannot be imported: no file {path}; paths in a run file are relative to it, those on "
-                "the command line to the current folder"
+                f"{str(path)!r} cannot be imported: no file {path}; paths in a run file are relative to it, all others "
+                "to the current folder"
             )
         path.open("rb").close()  # what its own code opens is another matter
     root, names = path.parent, [path.stem]
