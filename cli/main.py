@@ -119,7 +119,8 @@ def main(
 
 def _add(to: typer.Typer, command: Callable[..., None], example: str, *, panel: str | None = None) -> None:
     named = {evaluate: "eval", runs_diff: "diff"}.get(command)
-    to.command(named, context_settings=_NAMES, epilog=f"Example: millrace {example}", rich_help_panel=panel)(
+    context = {**_NAMES, "ignore_unknown_options": command is train}  # which has a better word for `--steps 5`
+    to.command(named, context_settings=context, epilog=f"Example: millrace {example}", rich_help_panel=panel)(
         explained()(command)
     )
 

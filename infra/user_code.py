@@ -39,7 +39,7 @@ def load_object(path: str) -> Any:
     """Import what `path` names. A module may lie in the working directory, which is in `sys.path` from here on.
 
     Raises `InvalidInput` with the fix if the form is wrong, the module, the name or something that it imports is
-    missing, or the code does not parse; other errors of the code rise.
+    missing, or the code does not parse or ends the process; other errors of the code rise.
     """
     module_path, _, name = MOVED.get(path, path).rpartition(":")
     is_file = module_path.endswith(".py")
@@ -61,6 +61,11 @@ def load_object(path: str) -> Any:
     except SyntaxError as error:
         where = f"{error.filename}, line {error.lineno}" if error.filename else module_path
         raise InvalidInput(f"{path!r} cannot be imported: {error.msg} in {where}") from error
+    except SystemExit as error:
+        raise InvalidInput(
+            f"{path!r} cannot be imported: its module ends with SystemExit({error.code!r}) at "
+            f"{place_of(failure_text(error))}; put what a script does below `if __name__ == '__main__':`"
+        ) from error
     target: Any = module
     for part in name.split("."):
         if not hasattr(target, part):
@@ -116,7 +121,7 @@ def _is_installed(file: str | Path) -> bool:
 def _load_module(name: str) -> Any:
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
+        put_into_path()
     is_new = name not in sys.modules
     module = importlib.import_module(name)
     if is_new:
@@ -129,8 +134,8 @@ def _load_file(path: Path) -> Any:
     with path_errors(f"{path} cannot be imported"):
         if not path.exists():
             raise InvalidInput(
-                f"{str(path)!r} cannot be imported: no file {path}; paths in a run file are relative to it, those on "
-                "the command line to the current folder"
+                f"{str(path)!r} cannot be imported: no file {path}; paths in a run file are relative to it, all others "
+                "to the current folder"
             )
         path.open("rb").close()  # what its own code opens is another matter
     root, names = path.parent, [path.stem]
@@ -140,7 +145,7 @@ def _load_file(path: Path) -> Any:
         if not PRODUCT.is_relative_to(folder):  # every process finds what is in ours
             _FOLDERS.add(str(folder))
         if str(folder) not in sys.path:
-            _put_into_path(folder)
+            put_into_path(folder)
     name = ".".join(names)
     if _is_taken(names, root):
         name = ".".join([f"millrace_file_{names[0]}_{abs(hash(str(root)))}", *names[1:]])
@@ -156,11 +161,12 @@ def _load_file(path: Path) -> Any:
     return sys.modules[name]
 
 
-def _put_into_path(folder: Path) -> None:
-    """Before installed packages and other folders of files, and behind Python's own modules: a `json.py` beside a file
-    must not be the `json` of the processes that are given this path."""
+def put_into_path(folder: Path | None = None) -> None:
+    """Put a folder, by default the current one, before installed packages and other folders of files, and behind
+    Python's own modules: a `json.py` beside a file must not be the `json` of the processes that are given this path."""
     own = {sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED")}
-    sys.path.insert(max((place + 1 for place, entry in enumerate(sys.path) if entry in own), default=0), str(folder))
+    place = max((place + 1 for place, entry in enumerate(sys.path) if entry in own), default=0)
+    sys.path.insert(place, str(folder or Path.cwd()))
 
 
 def _is_taken(names: list[str], root: Path) -> bool:
@@ -202,7 +208,7 @@ def _siblings(folder: Path) -> Iterator[None]:
             others[name] = sys.modules.pop(name)
     path = sys.path.copy()
     if others:
-        _put_into_path(folder)
+        put_into_path(folder)
     try:
         yield
     finally:
@@ -224,11 +230,13 @@ def _public_names(module: Any) -> str:
 def own_command(start: str) -> list[str]:
     """The command of a Python process that calls `start` (`package.module:function`, one of ours).
 
-    Its `sys.path` begins with the working directory, as with `python -m`, but our own imports find our packages.
+    Its `sys.path` has the working directory before installed packages, but behind Python's own modules; and our own
+    imports find our packages.
     """
     module, _, name = start.partition(":")
     code = f"import sys; sys.path.insert(0, {str(PRODUCT)!r}); import millrace; sys.path.pop(0)"
-    return [sys.executable, "-c", f"{code}; from {module} import {name}; {name}()"]
+    code += "; from infra.user_code import put_into_path; put_into_path()"
+    return [sys.executable, "-P", "-c", f"{code}; from {module} import {name}; {name}()"]
 
 
 @contextlib.contextmanager

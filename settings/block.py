@@ -156,7 +156,10 @@ def nearest(name: str, model: type[BaseModel]) -> str:
     table, _, last = name.rpartition(".")
     names = list(dict.fromkeys(key.name for key in keys(model)))
     names += sorted({known.rpartition(".")[0] for known in names} - {""})
-    names.sort(key=lambda known: known.rpartition(".")[0] != table)  # those beside it first
+    names.sort(
+        key=lambda known: (known.rpartition(".")[0] != table, known.rpartition(".")[2] != last)
+    )  # beside it first
+    longer = [known for known in names if known.rpartition(".")[2].startswith(last)]
     by_last_name = {known.rpartition(".")[2]: known for known in reversed(names)}
     siblings = [known.rpartition(".")[2] for known in names if known.rpartition(".")[0] == table]
     word = last.lower().removeprefix("vllm_")
@@ -164,6 +167,8 @@ def nearest(name: str, model: type[BaseModel]) -> str:
     close = close or difflib.get_close_matches(last, by_last_name, n=1, cutoff=0.8)
     if name in OTHER_WORDS and name not in names:
         return OTHER_WORDS[name]
+    if len(last) > 2 and longer:
+        return longer[0]
     if last in by_last_name or (close and word not in OTHER_WORDS):
         return by_last_name[last if last in by_last_name else close[0]]
     other = difflib.get_close_matches(word, OTHER_WORDS, n=1, cutoff=0.8)

@@ -205,6 +205,13 @@ def has_users_frames(error: BaseException) -> bool:
     return bool(_frames(error, users_only=True))
 
 
+def place_in_thread(ident: int | None) -> str:
+    """The user's frame in which a thread is, as in the text of a failure; empty if it is in none."""
+    frame = sys._current_frames().get(ident or 0)
+    stack = [each for each in traceback.extract_stack(frame) if _is_users(each.filename)] if frame else []
+    return _frame(stack[-1].filename, stack[-1].lineno or 0, stack[-1].name, stack[-1].line or "") if stack else ""
+
+
 def counted(count: int, noun: str) -> str:
     """`1 shard`, `2,000 shards`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -209,7 +209,10 @@ def load_run_file(run: Path | dict[str, Any] | Sequence[Path], overrides: dict[s
 def _read(path: Path) -> dict[str, Any]:
     with path_errors(f"run file {path}"):
         if not path.exists():
-            raise ConfigError(f"no run file {path}; see examples/ for some")
+            there = sorted(str(each) for each in path.parent.glob("*.toml"))
+            close = difflib.get_close_matches(str(path), there, n=1)
+            hint = f"did you mean {close[0]}?" if close else "see examples/ for some"
+            raise ConfigError(f"no run file {path}; {hint}")
         if path.is_dir():
             raise ConfigError(f"run file {path} is a folder; name a file in it, such as {path / 'my.toml'}")
         data = path.read_bytes()

@@ -215,6 +215,7 @@ COVERED_BY = {
     "test_deployment_runs_train_replay_produce_score_tidy_up_and_go_on",
     "ray up *": "needs machines with SSH; test_the_ray_launcher_takes_its_file",
     "ray attach *": "needs the cluster that `ray up` makes",
+    "python -m infra.services.prefect_database": "test_the_schema_is_what_the_installed_prefects_migrations_make",
     "python -m benchmarks.bad_clients": f"{_IDLE}; the limits: test_each_limit_has_its_status",
     "python -m benchmarks.producers": f"{_IDLE}; its sums: test_only_attempts_committed_within_the_window_count",
     "python -m benchmarks.reproducible": "needs minutes of vLLM on an idle machine; that bits are equal: "

@@ -166,10 +166,11 @@ def _print_ending(
     )
     tasks = "" if status["accuracy_tasks"] is None else f" on {counted(status['accuracy_tasks'], 'task')}"
     run_folder = f"{status['store']}/runs/{config.run}"
+    memory = f"memory   at most {status['peak_memory_bytes'] / 2**30:.1f} GiB\n" if status["step"] else ""
     console.print(f"\n[bold]run {escape(config.run)}[/]")
     console.print(
         f"held-out score [bold]{before} → {after}[/]{tasks} after {counted(status['step'], 'step')}, "
-        f"{lasted(status['wall_seconds'])}, at most {status['peak_memory_bytes'] / 2**30:.1f} GiB"
+        f"{lasted(status['wall_seconds'])}"
     )
     if status["reward_steps"] is not None:
         console.print(f"reward {reward_text(status)}")
@@ -181,7 +182,7 @@ def _print_ending(
     if missing:
         mlflow = "[yellow]" + escape("\n         ".join(missing)) + "[/]"
     console.print(
-        f"run      {escape(run_folder)}\n"
+        f"{memory}run      {escape(run_folder)}\n"
         f"shards   {escape(run_folder)}/shards: {counted(status['shards'], 'file')}, "
         f"{counted(status['trajectories'], 'training row')}\n"
         f"model    {escape(str(status['policy']))}\n"
@@ -193,7 +194,7 @@ def _print_ending(
         (command("status", config.run, **in_store), "the run in numbers; --json for scripts"),
         (command("report", config.run, **in_store), "one web page: curves, time, groups, prompts"),
         (
-            command("traj", "show", config.run, "--worst", **in_store),
+            command("traj", "show", config.run, "--worst", *([] if status["step"] else ["--eval"]), **in_store),
             "the worst trajectories, with reward and versions",
         ),
         (command("eval", config.run, "--version", 0, **in_store), "score another policy version"),

@@ -75,15 +75,18 @@ def check_target(path: Path, option: str, *, make_folder: bool = False, suffix: 
 def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
     """`key=value` pairs; values in TOML's form, bare words as strings.
 
-    Raises `InvalidInput` for a pair without `=`.
+    Raises `InvalidInput` for a word that is no such pair.
     """
     import tomllib
 
     parsed: dict[str, Any] = {}
     for pair in pairs or []:
         key, separator, text = pair.partition("=")
-        if not separator:
-            raise InvalidInput(f"{pair!r}: write overrides as key=value, for example steps=50")
+        if pair.startswith("-"):
+            option = pair.partition("=")[0]
+            raise InvalidInput(f"no option {option} (-h lists them); settings are key=value, for example steps=50")
+        if not key.strip() or not separator:
+            raise InvalidInput(f"{pair!r}: write settings as key=value, for example steps=50")
         try:
             parsed[key.strip()] = tomllib.loads(f"value = {text}")["value"]
         except (ValueError, RecursionError):  # no TOML

@@ -58,11 +58,7 @@ def sql(
         raise InvalidInput("--json and --csv exclude each other")
     write = _write_json if as_json else _write_csv if as_csv else None
     queries = open_queries(log)
-    try:
-        queries.stream(query, lambda reader: write(reader, sys.stdout) if write else _print(reader, console))
-    except ValueError as error:
-        views = command("traj", "sql", run, store=log.store.uri)
-        raise InvalidInput(f"{error}\n`{views}` lists the views and their columns") from error
+    queries.stream(query, lambda reader: write(reader, sys.stdout) if write else _print(reader, console))
     note_left_out(queries.left_out)
 
 

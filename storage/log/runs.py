@@ -48,6 +48,7 @@ MAY_DIFFER = frozenset(
 """Keys that say where a run computes and what it keeps, and one that runs of before it may set to what they did. The
 recorded values are for its replays; a resumed run may use others."""
 
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TABLES = ("evaluation", "rollout", "engine", "train")
 """Tables of every configuration."""
 _LONGEST_STALL = 1800.0
@@ -107,7 +108,7 @@ def create_run(
 
 def check_run_id(run_id: str) -> None:
     """Raise `InvalidInput` for a name that cannot be a folder's in every store."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id):
+    if not _RUN_NAME.fullmatch(run_id):
         raise InvalidInput(f"run = {run_id!r}: use letters, digits, dot, dash and underscore, at most 100")
 
 
@@ -154,6 +155,8 @@ def open_run(store: ObjectStore, run_id: str, *, appends: bool = False) -> RunLo
     """
     log = RunLog(store, run_id)
     try:
+        if not _RUN_NAME.fullmatch(run_id):
+            raise FileNotFoundError
         _run_document(log)
     except FileNotFoundError:
         names = ", ".join(store.names("runs")) or "none yet"

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.fs
 
 from settings.errors import InvalidInput
+from settings.places.hints import command
 from settings.places.state_folder import home
 from storage.log.entries import OUTCOMES, Evaluation, LogEntry, Shard, Step
 from storage.log.history import to_json
@@ -153,7 +154,7 @@ class Queries:
     def __init__(self, log: RunLog, shards: Sequence[Shard], entries: Sequence[LogEntry]) -> None:
         import duckdb
 
-        state = log.state
+        state, self._log = log.state, log
         self.left_out: dict[str, str] = {}
         """Shard id → why its rows are left out. A damaged file appears once a query has read it."""
         for shard in shards:
@@ -203,7 +204,8 @@ class Queries:
             if failure is not None:
                 raise failure from None
             if isinstance(error, duckdb.Error):
-                raise InvalidInput(_sentence(error)) from error
+                views = command("traj", "sql", self._log.run_id, store=self._log.store.uri)
+                raise InvalidInput(f"{_sentence(error)}\n`{views}` lists the views and their columns") from error
             raise
 
     def columns(self, view: str) -> dict[str, str]:

@@ -11,21 +11,29 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import logging
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from rollouts.chat.chat import Chat
 from rollouts.production.attempts import give_threads
 from rollouts.rewards.scoring import RewardPool, set_reward_pool
 from rollouts.workflow import CONTEXT, Score, Workflow, WorkflowContext, WrongWorkflow, as_score, place_of
-from settings.errors import InvalidInput, UserError, failure_text, has_users_frames, in_one_line
+from settings.errors import InvalidInput, UserError, failure_text, has_users_frames, in_one_line, place_in_thread
 from settings.run_file import RunConfig
 from storage.records import Message, RolloutGroup, Task, Trajectory
 from tasks.checks.scripted_chat import Replies, ScriptedChat, TrialParser
+
+logger = logging.getLogger("millrace.preflight")
+
+
+_ROLES = frozenset({"system", "user", "assistant", "tool"})
+_BLOCKED_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +81,10 @@ def known_replies(workflow: Workflow) -> Replies:
             for chat in workflow.demonstrations(200, seed=0):
                 asked = [message.content for message in chat if message.role == "user"]
                 replies = [message.content for message in chat if message.role == "assistant"]
+                if wrong := {message.role for message in chat} - _ROLES:
+                    what = f"demonstrations(200, seed=0) has a message of role {min(wrong)!r}"
+                    place = place_of(workflow.demonstrations)
+                    raise WrongWorkflow(f"{what}; roles are {', '.join(sorted(_ROLES))}, at {place}")
                 if asked and replies:
                     demonstrated.setdefault(asked[0], replies[0])
 
@@ -102,11 +114,27 @@ def attempts_at(
     seconds: float,
     loads_vllm: bool = False,
 ) -> list[Outcome]:
-    """One attempt at each task, all at once, in an event loop of a thread: a flow calls this inside another loop."""
+    """One attempt at each task, all at once, in an event loop of a thread: a flow calls this inside another loop.
+
+    Warns of code of the user's that holds up the loop, at its line: it may never end, and no deadline can end it.
+    """
     attempts = _attempts(workflow, tasks, config, reply, seconds=seconds, loads_vllm=loads_vllm)
-    with warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
+    ended: Future[list[Outcome]] = Future()
+
+    def play() -> None:
+        try:
+            ended.set_result(asyncio.run(attempts))
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            ended.set_exception(error)
+
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # the error says it
-        return thread.submit(asyncio.run, attempts).result()
+        thread = threading.Thread(target=play, daemon=True)  # a daemon, so that Ctrl-C ends it
+        thread.start()
+        if not wait([ended], _BLOCKED_SECONDS).done and (place := place_in_thread(thread.ident)):
+            what = "code without `await` has held up every attempt for %.0f s; give it to asyncio.to_thread\n%s"
+            logger.warning(what, _BLOCKED_SECONDS, place)
+        return ended.result()
 
 
 async def _group(workflow: Workflow, task: Task, chat: Chat, score: Score) -> None:

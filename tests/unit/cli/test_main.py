@@ -163,6 +163,8 @@ def test_overrides_are_toml_values_and_bare_words() -> None:
 def test_bad_input_is_one_sentence_before_anything_starts(home: Path) -> None:
     refused = {
         "stepz=4": "did you mean 'steps'",
+        "--steps 4": "no option --steps (-h lists them); settings are key=value",
+        "=4": "'=4': write settings as key=value",
         "train.shedule=linear": "did you mean 'train.schedule'",
         "n_samples=1 rollout.min_usable=1": "n_samples of 2 or more",
         "max_staleness=-1": "max_staleness = -1",

@@ -1,4 +1,5 @@
-"""User files with the names of our packages: ours are found first, in every process, and theirs are refused."""
+"""User files with the names of our packages, or of Python's modules: ours and Python's are found first, in every
+process, and those with a name of ours are refused."""
 
 from __future__ import annotations
 
@@ -57,12 +58,11 @@ def _python(folder: Path, *arguments: str, path: Path | None = None) -> subproce
 @pytest.mark.server
 def test_our_imports_find_ours_in_the_driver_in_reward_processes_and_in_sandboxes(tmp_path: Path):
     wrong = "raise RuntimeError('the wrong one')\n"
-    work = _write(tmp_path / "work", game=ENVIRONMENT, **{name: wrong for name in OWN_PACKAGES[1:]})
+    work = _write(tmp_path / "work", game=ENVIRONMENT, **{name: wrong for name in (*OWN_PACKAGES[1:], "json", "queue")})
     path = _write(tmp_path / "path", **{f"{name}____init__": wrong for name in OWN_PACKAGES[1:]})
-    start = own_command("builtins:str")[-1]
-    done = _python(work, "-c", start + PLAY, path=path)
+    done = _python(work, *own_command("builtins:str")[1:-1], own_command("builtins:str")[-1] + PLAY, path=path)
     assert done.stdout == "1 1.0 8\n", done.stderr
-    done = _python(work, "-m", "millrace", "status", "nothing", "--store", str(tmp_path / "store"), path=path)
+    done = _python(work, "-P", "-m", "millrace", "status", "nothing", "--store", str(tmp_path / "store"), path=path)
     assert done.returncode == 2 and "no run 'nothing'" in done.stderr
 
 

@@ -58,6 +58,8 @@ def _file(folder: Path, text: str) -> Path:
             "train.loss.clip_hi: no such key; did you mean 'train.loss.clip_high'?",
         ),
         ("train.lora.rnk = 1", "train.lora.rnk: no such key; did you mean 'train.lora.rank'?"),
+        ("train.loss.clip = 1", "train.loss.clip: no such key; did you mean 'train.loss.clip_low'?"),
+        ("sampling.temp = 1", "sampling.temp: no such key; did you mean 'sampling.temperature'?"),
         ("trian = {}", "trian: no such key; did you mean 'train'?"),
         ("sampling.zzz = 1", "sampling.zzz: no such key; there are: temperature, max_tokens"),
         (
@@ -209,9 +211,11 @@ def test_the_error_of_a_file_or_an_override_names_the_file(
 
 
 def test_dotted_overrides_reach_into_tables_that_are_there_or_not_and_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no run file .*missing\.toml"):
+    with pytest.raises(ConfigError, match=r"no run file .*missing\.toml; see examples"):
         load_run_file(tmp_path / "missing.toml")
     path = _file(tmp_path, 'workflow = "a:B"\nsteps = 3\n[train]\nloss = "cispo"\n')
+    with pytest.raises(ConfigError, match=r"no run file .*/run; did you mean .*/run\.toml\?"):
+        load_run_file(tmp_path / "run")
     overrides = {"steps": 5, "train.loss.clip_low": 0.1, "engine.vllm.dtype": "float32"}
     config = load_run_file(path, overrides)
     assert (config.steps, config.train.loss) == (5, CispoLoss(clip_low=0.1))

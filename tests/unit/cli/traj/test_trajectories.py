@@ -118,6 +118,7 @@ def test_what_cannot_be_shown_is_one_sentence(log: RunLog):
         "--worst --best": "exclude each other",
         "--step 7": "steps 1 to 1",
         "--where 'rewrd > 1'": '"reward"',
+        "--where 'reward <'": "traj sql run` lists the views and their columns",
         "--where 'reward > 1'": "no such trajectory",
         "--color mood": "logprob, advantage, version, gap",
     }

@@ -103,8 +103,9 @@ def test_a_run_is_removed_with_all_its_files(tmp_path: Path):
         a_log(store, run_id=name).append(a_shard("s", [a_summary(0)]))
     remove_run(open_run(store, "run"))
     assert store.names("runs") == ["other"] and open_run(store, "other").state.shards
-    with pytest.raises(NotFound, match="no run 'run'.*runs there: other"):
-        open_run(store, "run")
+    for name in ("run", "", "other/", "../other"):
+        with pytest.raises(NotFound, match=f"no run '{name}'.*runs there: other"):
+            open_run(store, name)
 
 
 @pytest.mark.parametrize("run_id", ["", "a/b", "../up", ".hidden", "with space", "x" * 101, "grün", "line\n"])

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,12 @@ _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1
             InvalidInput,
             r"played before anything was started: .*line 2: the tests import nowhere, which is not installed"
             r"[^\0]*\n  at .*mine\.py:16 in run",
+        ),
+        ("exit(3)", InvalidInput, r"its module ends with SystemExit\(3\) at .*mine\.py:14; put what a script"),
+        (
+            "def demonstrations(self, count, seed):\n    return [[Message(role='bot', content='7')]]\n" + _ASKS,
+            Exception,
+            r"a message of role 'bot'; roles are assistant, system, tool, user, at .*mine\.py:14",
         ),
         ("raise OSError('no disk')", InvalidInput, r"workflow = .*: OSError: no disk\n  at .*mine\.py:14"),
         ("async def run(self, task, chat):\n    return None", Exception, r"Mine.run returned NoneType"),
@@ -416,3 +423,19 @@ def test_an_agent_that_blocks_a_thread_is_tried_through_the_endpoint_as_a_run_pl
     config = a_config(workflow=f"{file}:Agent", guided_decoding=forced, tool_parser="hermes", attempt_timeout=60.0)
     workflow = load_object(config.workflow)(None)
     assert check_references(workflow, load_tasks(workflow, config), config, num_tasks=6) == 12
+
+
+def test_code_that_holds_up_every_attempt_is_named_while_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    named, handler, preflight = threading.Event(), logging.Handler(), logging.getLogger("millrace.preflight")
+    monkeypatch.setattr(handler, "emit", lambda record: named.set())
+    monkeypatch.setattr(preflight, "handlers", [*preflight.handlers, handler])
+    monkeypatch.setattr(threading, "named", named, raising=False)
+    monkeypatch.setattr("tasks.checks.playing._BLOCKED_SECONDS", 0.2)
+    _check(
+        tmp_path,
+        "async def run(self, task, chat):\n    import threading\n    assert threading.named.wait(30)\n"
+        "    return float(await chat.ask('7?'))",
+    )
+    assert re.search(r"held up every attempt for .*to_thread\n  at .*mine\.py:16 in run: assert thr", caplog.text)
