@@ -251,7 +251,7 @@ def main(
                 print(json.dumps(row), flush=True)
                 if json_file:
                     kept = [each for each in saved["runs"] if not _same(each, row)]
-                    saved = {"machine": machine(), "runs": [*kept, row]}
+                    saved = {"runs": [*kept, {**row, "machine": machine()}]}
                     json_file.write_text(json.dumps(saved, indent=1) + "\n")
     show(made, open_console())
     if any(row["equal_policies"] < row["steps"] for row in made):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -165,6 +166,13 @@ def _places() -> dict[str, dict[str, Any]]:
     from ray.util import placement_group_table
 
     return {key: place for key, place in placement_group_table().items() if place["state"] != "REMOVED"}
+
+
+async def test_the_process_of_a_function_ends_with_it(cluster: Cluster) -> None:
+    """It would keep the libraries that it has imported."""
+    pid = await cluster.run("function", "os:getpid")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert not psutil.wait_procs([psutil.Process(pid)], timeout=60)[1]
 
 
 @pytest.mark.parametrize("parts", ["an engine of two parts", "two ranks"])
