@@ -187,8 +187,6 @@ def measure(
     runs.finish(name, [])
     first_seconds = time.perf_counter() - started
     for way in ways:
-        if way == "two_workers" and kind == "lora":
-            continue
         started, runs.num_starts = time.perf_counter(), 0
         again = f"{name}-{way.replace('_', '-')}"
         runs.run(again, way, WAYS[way], steps=steps)
