@@ -112,7 +112,7 @@ def _memory(config: RunConfig, parameters: int | None) -> dict[str, Any]:
 
 def print_values(values: dict[str, Any], console: Console) -> None:
     """The same for people."""
-    table = plain_table()
+    table = plain_table("", "", show_header=False)
     for key, value in values.items():
         if key == "devices":
             continue

@@ -20,7 +20,7 @@ def plain_table(*names: str, right: Collection[str] = (), no_wrap: bool = False,
     """A table without lines: columns by name, those in `right` with numbers; without names, two of facts."""
     options = {"box": None, "pad_edge": False, "header_style": "dim", "show_header": bool(names), **options}
     table = Table(**options)
-    for name in names or ("", ""):
+    for name in names:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=no_wrap)
     return table
 

@@ -313,12 +313,11 @@ def _assert_same_step(one: Path, many: Path, *, is_large: bool = False) -> None:
     assert largest > 1e-4, "a step without a gradient shows nothing"
     num_learnt = 0
     for name, gradient in gradients_one.items():
-        tolerance = 1e-5 if is_large else 1e-6
-        torch.testing.assert_close(gradients_many[name], gradient, rtol=tolerance, atol=tolerance * largest)
-        learnt = gradient.abs() > (math.inf if is_large else 1e-4 * largest)
+        torch.testing.assert_close(gradients_many[name], gradient, rtol=1e-5, atol=1e-5 * largest)
+        learnt = gradient.abs() > (math.inf if is_large else 1e-3 * largest)
         num_learnt += int(learnt.sum())
         torch.testing.assert_close(
-            weights_many[name][learnt], weights_one[name][learnt], rtol=1e-6, atol=5e-3 * _LEARNING_RATE
+            weights_many[name][learnt], weights_one[name][learnt], rtol=1e-6, atol=5e-2 * _LEARNING_RATE
         )
         torch.testing.assert_close(weights_many[name], weights_one[name], rtol=0, atol=4 * _LEARNING_RATE)
     assert is_large or num_learnt > 0.5 * sum(gradient.numel() for gradient in gradients_one.values())
@@ -328,7 +327,7 @@ def _assert_same_step(one: Path, many: Path, *, is_large: bool = False) -> None:
         # What cancels in the loss is of size 1, and rounding is relative to that. A second step starts from weights
         # that differ as above, so its loss differs by as small a part of what the first step changed in it.
         moved = abs(expected["loss"] - first_loss)
-        rounding = 1e-6 if is_large else 1e-7
+        rounding = 2e-6 if is_large else 1e-7
         assert result["loss"] == pytest.approx(expected["loss"], rel=0, abs=rounding + 1e-5 * moved)
         assert result == pytest.approx({**expected, "loss": result["loss"]}, rel=1e-5, abs=1e-7)
 
