@@ -327,8 +327,7 @@ def _assert_same_step(one: Path, many: Path, *, is_large: bool = False) -> None:
         # What cancels in the loss is of size 1, and rounding is relative to that. A second step starts from weights
         # that differ as above, so its loss differs by as small a part of what the first step changed in it.
         moved = abs(expected["loss"] - first_loss)
-        rounding = 2e-6 if is_large else 1e-7
-        assert result["loss"] == pytest.approx(expected["loss"], rel=0, abs=rounding + 1e-5 * moved)
+        assert result["loss"] == pytest.approx(expected["loss"], rel=0, abs=2e-6 + 1e-5 * moved)
         assert result == pytest.approx({**expected, "loss": result["loss"]}, rel=1e-5, abs=1e-7)
 
 
