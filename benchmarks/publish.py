@@ -30,7 +30,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from cli.terminal.console import open_console
-from storage.log.entries import Policy, Session
+from storage.log.entries import Claim, Policy, Session, Step
 from storage.log.runs import create_run
 from storage.objects.digests import seal_folder, verify_folder
 from storage.objects.object_store import ObjectStore
@@ -89,7 +89,9 @@ def publish(
         anchor, written = writer.put(folder, path, version=version)
         saved = time.perf_counter()
         policy = Policy(version=version, path=path, weights_sha256=digest, parent=version - 1, anchor=anchor)
-        log.append(policy)
+        claim = Claim(step=version, base_version=version - 1, trained=[], stale=[], filtered=[], failed=[])
+        step = Step(claim=claim, policy=policy, shard_sha256={}, metrics={}, state_path=None, session_id="first")
+        log.append(step)
         logged = time.perf_counter()
         fetched = reader.fetch(policy)
         found.append(

@@ -20,7 +20,7 @@ from storage.objects.object_store import LocalStore
 from storage.objects.opening import open_store
 from storage.policies import policies
 from storage.policies.policies import DELTA_FILE, WEIGHTS_FILE, DamagedDelta, PolicyReader, PolicyWriter
-from tests.builders import a_log, local_store
+from tests.builders import a_log, a_step, local_store
 
 
 class _Trainer:
@@ -52,7 +52,7 @@ class _Trainer:
         assert written["policy_bytes"] == sum(file.num_bytes for file in stored)
         self.changed.append(written.get("policy_changed_fraction"))
         policy = Policy(version=version, path=path, weights_sha256=digest, parent=version - 1, anchor=anchor)
-        self.log.append(policy)
+        self.log.append(replace(a_step(self.log.state), policy=policy))
         return policy
 
     def files(self, policy: Policy) -> dict[str, bytes]:
@@ -106,7 +106,7 @@ def test_a_policy_that_shares_its_files_with_its_parent_reads_like_it(on_disk: _
     """As a step that trained nothing leaves it."""
     delta = [on_disk.step(), on_disk.step()][1]
     skipped = replace(delta, version=3, parent=2)
-    on_disk.log.append(skipped)
+    on_disk.log.append(replace(a_step(on_disk.log.state), policy=skipped))
     reader = PolicyReader(on_disk.log, tmp_path / "cache")
     assert reader.fetch(skipped) == reader.fetch(delta)
     assert on_disk.step().anchor == 1

@@ -365,7 +365,8 @@ def test_wrong_sql_is_one_line_with_the_nearest_name_and_none_reaches_more_than_
     }.items():
         with pytest.raises(ValueError, match=sentence) as error:
             queries.select(sql)
-        assert "\n" not in str(error.value)
+        first, *hint = str(error.value).splitlines()
+        assert not hint or hint[0].endswith("lists the views and their columns"), "the sentence is one line"
     assert [path.name for path in tmp_path.iterdir()] == ["secret.csv"]
     assert _rows(queries, "SELECT count(*) FROM trajectories") == [(10,)], "and the views are still there"
 
