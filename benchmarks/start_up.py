@@ -100,7 +100,9 @@ def measure(arguments: list[str], folder: Path) -> dict[str, Any]:
     return {
         "first_seconds": first[1] - started,
         "cpu_seconds": sum(seconds.values()),
-        "cpu_seconds_by_process": {f"{pid} {names[pid]}": used for pid, used in seconds.items() if used >= SHORTEST},
+        "cpu_seconds_by_process": {
+            f"{pid} {names.get(pid, 'it ended')}": used for pid, used in seconds.items() if used >= SHORTEST
+        },
         "wall_seconds": time.time() - started,
         "load": os.getloadavg()[0],
         "timeline": timeline(_events(trace), started),
