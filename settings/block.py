@@ -156,9 +156,8 @@ def nearest(name: str, model: type[BaseModel]) -> str:
     table, _, last = name.rpartition(".")
     names = list(dict.fromkeys(key.name for key in keys(model)))
     names += sorted({known.rpartition(".")[0] for known in names} - {""})
-    names.sort(
-        key=lambda known: (known.rpartition(".")[0] != table, known.rpartition(".")[2] != last)
-    )  # beside it first
+    # Those beside it first, then those of its name.
+    names.sort(key=lambda known: (known.rpartition(".")[0] != table, known.rpartition(".")[2] != last))
     longer = [known for known in names if known.rpartition(".")[2].startswith(last)]
     by_last_name = {known.rpartition(".")[2]: known for known in reversed(names)}
     siblings = [known.rpartition(".")[2] for known in names if known.rpartition(".")[0] == table]

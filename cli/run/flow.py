@@ -161,8 +161,6 @@ async def _in_order(flow: Callable[[], Awaitable[Result]], early: HeadStart | No
 
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(kept_for_prefect())
-        if _beside is not None and early is None:
-            _beside.start()
         if early is not None:
             from tasks.session import OPENED
 

@@ -83,8 +83,7 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
     for pair in pairs or []:
         key, separator, text = pair.partition("=")
         if pair.startswith("-"):
-            option = pair.partition("=")[0]
-            raise InvalidInput(f"no option {option} (-h lists them); settings are key=value, for example steps=50")
+            raise InvalidInput(f"no option {key} (-h lists them); settings are key=value, for example steps=50")
         if not key.strip() or not separator:
             raise InvalidInput(f"{pair!r}: write settings as key=value, for example steps=50")
         try:

@@ -90,10 +90,11 @@ def _unknown(revisions: Sequence[str]) -> list[str]:
 def migrated() -> str:
     """What Prefect's migrations make of an empty file, as SQL."""
     with tempfile.TemporaryDirectory() as folder:
-        url = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder}/prefect.db"}
+        file = Path(folder, "prefect.db")
+        url = {"PREFECT_API_DATABASE_CONNECTION_URL": prefect_database_url(file)}
         command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"]
         subprocess.run(command, check=True, capture_output=True, env={**os.environ, **url})
-        with contextlib.closing(sqlite3.connect(f"{folder}/prefect.db")) as database:
+        with contextlib.closing(sqlite3.connect(file)) as database:
             return "\n".join(database.iterdump()) + "\n"
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
+from rollouts.sandbox.unsupported import Function
 from rollouts.sandbox.wire import DATA_NAMES
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 _ASSERTS = ("Equal", "Equals", "Less", "LessEqual", "Greater", "GreaterEqual")
 _COMPARES = ast.Eq | ast.In | ast.Lt | ast.LtE | ast.Gt | ast.GtE
 
@@ -27,7 +27,8 @@ class Makers:
 
     def of(self, node: ast.AST) -> str:
         """Of a value, "" if none is called for it."""
-        return _callee(node) or self._made.get(ast.unparse(node), "")
+        is_target = isinstance(node, ast.Name | ast.Attribute | ast.Subscript)
+        return self._made.get(ast.unparse(node), "") if is_target else _callee(node)
 
     def within(self, node: ast.AST) -> set[str]:
         """Of a value and its parts."""
@@ -85,25 +86,28 @@ def met_with_data(nodes: Sequence[ast.AST], classes: set[str], wanted: set[str])
         return name if is_class else ""
 
     for node in nodes:
-        where = f"line {getattr(node, 'lineno', 0)}: `{ast.unparse(node)}`" if isinstance(node, ast.expr) else ""
         for left, right, is_equal in _compared(node):
             is_in = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In)  # an object may contain data
             for value, other in ((left, right), (right, left))[: 1 if is_in else 2]:
                 name = named_as_class(value)
                 if is_equal and name in classes and _is_no_object(other):
                     yield (
-                        f"{where} compares an object of the code's class {name} with plain data, and it could equal "
-                        "everything: compare its attributes, or what its methods return"
+                        f"{_quoted(node)} compares an object of the code's class {name} with plain data, and it could "
+                        "equal everything: compare its attributes, or what its methods return"
                     )
         for value, others in _operands(node):
             name = named_as_class(value)
             is_data = not any(makers.within(other) & (wanted | classes) for other in others)
             if name and name not in classes and is_data and id(node) not in differences:
                 yield (
-                    f"line {node.lineno}: `{ast.unparse(node)}` computes with plain data, and the tests do not say "  # type: ignore[attr-defined]
+                    f"{_quoted(node)} computes with plain data, and the tests do not say "
                     f"whether {name} is a class: if it is, let them first `assert isinstance({ast.unparse(value)}, "
                     f"{name})`; if not, compare what it returns as it is, with `==`"
                 )
+
+
+def _quoted(node: ast.AST) -> str:
+    return f"line {getattr(node, 'lineno', 0)}: `{ast.unparse(node)}`"
 
 
 def _is_no_object(node: ast.expr) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rollouts.sandbox.classes_of_code import classes_of_code, met_with_data
-from rollouts.sandbox.unsupported import unsupported
+from rollouts.sandbox.unsupported import Function, unsupported
 
 _SET_UPS = ("setup_module", "teardown_module", "setup_function", "teardown_function", "setUpModule", "tearDownModule")
 _LATE_SKIPS = ("skipTest", "SkipTest", "importorskip")
@@ -37,7 +37,6 @@ LIBRARY = {
     "np": "numpy",
 }
 """Names that tests use as if they had imported them → their module."""
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class CannotRun(ValueError):
@@ -100,8 +99,7 @@ def read_tests(source: str) -> TestPlan:
     ]
     if late := [node for node in nodes if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test")]:
         raise CannotRun(f"line {late[0].lineno}: {late[0].name} is a coroutine; tests are called, not awaited")
-    in_classes = {node.name: _num_methods(node) for node in body if isinstance(node, ast.ClassDef)}
-    in_classes = {name: count for name, count in in_classes.items() if count}
+    in_classes = {each.name: num for each in body if isinstance(each, ast.ClassDef) and (num := _num_methods(each))}
     needs_pytest = bool(in_classes) or any(_needs_pytest(node) for node in nodes)
     needs_pytest = needs_pytest or any(ast.unparse(each.args) or each.decorator_list for each in defined)
     asserting = _asserting(body, {node.name for node in defined})

@@ -208,7 +208,7 @@ class LocalStore:
         with room_for(num_bytes, path.parent, reserve=reserve, what=f"store {self.uri}"):
             try:
                 _make_folder(path.parent)
-                if given is not None and _linked(given, temporary):
+                if given is not None and linked(given, temporary):
                     os.fsync(source.fileno())
                 else:
                     with open(temporary, "xb") as file:
@@ -223,7 +223,7 @@ class LocalStore:
                 temporary.unlink(missing_ok=True)
 
 
-def _linked(file: Path, name: Path) -> bool:
+def linked(file: Path, name: Path) -> bool:
     """Give a file another name; False on another disk, or on one without links."""
     try:
         os.link(file, name)

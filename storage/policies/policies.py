@@ -35,7 +35,7 @@ from storage.objects.digests import (
     sha256_of,
     verify_folder,
 )
-from storage.objects.object_store import LocalStore, reserved_bytes, room_for
+from storage.objects.object_store import LocalStore, linked, reserved_bytes, room_for
 from storage.objects.staging import staging_folder
 from storage.policies.deltas import apply_delta, read_about, write_delta
 
@@ -127,9 +127,7 @@ class PolicyWriter:
         self._kept.close()
         kept = self._kept.enter_context(staging_folder(self._cache))
         for file in folder.iterdir():
-            try:
-                os.link(file, kept / file.name)
-            except OSError:  # another disk, or one without links
+            if not linked(file, kept / file.name):
                 shutil.copyfile(file, kept / file.name)
         return kept
 

@@ -161,6 +161,17 @@ def test_a_suspension_comes_out_of_its_group_and_other_errors_stay_as_they_are(
         asyncio.run(listened())
 
 
+async def _held_up_until_resumed(session: RunSession, wait: Awaitable[Any]) -> Any:
+    waiting = asyncio.ensure_future(wait)
+    for _ in range(3):
+        session.fleet.arrivals.set()
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+    session.log.append(Resume(reason="back"))
+    session.fleet.arrivals.set()
+    return await waiting
+
+
 @pytest.mark.parametrize("waits_for", ["a batch", "the run"])
 def test_no_batch_is_claimed_while_paused_and_the_wait_is_no_stall(session: RunSession, waits_for: str) -> None:
     session.fleet.workers = {}
@@ -169,14 +180,7 @@ def test_no_batch_is_claimed_while_paused_and_the_wait_is_no_stall(session: RunS
 
     async def script() -> Any:
         wait: Any = resumed(session) if waits_for == "the run" else steps.next_batch(session, config=_CONFIG)
-        waiting = asyncio.ensure_future(wait)
-        for _ in range(3):
-            session.fleet.arrivals.set()
-            await asyncio.sleep(0.01)
-            assert not waiting.done()
-        session.log.append(Resume(reason="back"))
-        session.fleet.arrivals.set()
-        return await waiting
+        return await _held_up_until_resumed(session, wait)
 
     claim = asyncio.run(script())
     assert waits_for == "the run" or claim.step == 1
@@ -194,13 +198,6 @@ def test_a_pause_while_running_groups_are_waited_for_holds_the_next_batch_up(ses
 
     async def script() -> Any:
         session.fleet.wait_for_stragglers = wait_for_stragglers
-        waiting = asyncio.ensure_future(steps.next_batch(session, config=config))
-        for _ in range(3):
-            session.fleet.arrivals.set()
-            await asyncio.sleep(0.01)
-            assert not waiting.done()
-        session.log.append(Resume(reason="back"))
-        session.fleet.arrivals.set()
-        return await waiting
+        return await _held_up_until_resumed(session, steps.next_batch(session, config=config))
 
     assert asyncio.run(script()).step == 1 and waited_for == [0]
