@@ -80,15 +80,15 @@ def run_millrace(
     threads: int,
     seed: int,
     max_staleness: float,
-    schedule: str = "free",
+    overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One run of ours, in a state folder of its own."""
+    """One run of ours, in a state folder of its own; `overrides` as on the command line."""
     run_file = scratch / "run.toml"
-    config = _run_config(workload, model, steps=steps, seed=seed, max_staleness=max_staleness)
-    run_file.write_text(_toml({**config, "rollout": {**workload.rollout, "schedule": schedule}}))
+    run_file.write_text(_toml(_run_config(workload, model, steps=steps, seed=seed, max_staleness=max_staleness)))
     started = time.time()
     millrace = str(Path(sys.executable).with_name("millrace"))
-    seconds = _run([millrace, "train", str(run_file)], scratch, threads=threads, MILLRACE_HOME=str(scratch / "home"))
+    command = [millrace, "train", str(run_file), *overrides]
+    seconds = _run(command, scratch, threads=threads, MILLRACE_HOME=str(scratch / "home"))
     log = open_run(open_store((scratch / "home" / "store").as_uri()), "speed")
     served = next(entry.written_at for entry in log.entries if isinstance(entry.body, Alias))
     steps_done = [(entry.written_at - served, entry.body) for entry in log.entries if isinstance(entry.body, Step)]

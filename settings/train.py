@@ -93,6 +93,9 @@ class TrainSettings(Block):
     """Train only this share of a step's tokens, those at which the policy was least certain."""
     lora: LoraSettings | None = None
     """Train adapters only; the engine serves them beside the base weights."""
+    stream: bool = False
+    """At `max_staleness = 0`, add up gradients of groups that have finished while the last ones of the batch are still
+    sampled. In which order is recorded, so a replay gives the same bits; another run of the same file may not."""
     steps_per_update: int = Field(default=1, ge=1)
     """Optimizer steps between two weight updates of the engine; staleness is counted in updates."""
     num_minibatches: int = Field(default=1, ge=1)

@@ -21,8 +21,8 @@ from infra.cluster import WorkerDied
 from infra.liveness import RayLost
 from settings.errors import DiskFull, UserError
 from settings.run_file import RunConfig
-from storage.log.claims import has_sampled_all, next_claim
-from storage.log.entries import Claim, Step
+from storage.log.claims import has_sampled_all, next_claim, next_part, waits_for_batch
+from storage.log.entries import Claim, ClaimedGroup, Step
 from storage.log.run_state import RunState
 from tasks.checks.learning_rate import FIRST_STEPS, nothing_moves
 from tasks.checks.machine import precision_text
@@ -71,15 +71,16 @@ async def open_trainer(session: RunSession, config: RunConfig) -> int:
 async def next_batch(session: RunSession, *, config: RunConfig) -> Claim:
     """Wait until enough groups are committed, by producers here or elsewhere, and claim them.
 
-    With `rollout.pace`, first wait for running groups that this step would push over the bound. Raises
-    `NothingAccepted`, and `Stalled` as `_looks`.
+    With `rollout.pace`, first wait for running groups that this step would push over the bound. With `train.stream`,
+    let the trainer begin with those that have finished. Raises `NothingAccepted`, and `Stalled` as `_looks`.
     """
     started = time.perf_counter()
+    streamed = _Streamed(session, config)
     # If the trainer masks or corrects old tokens no group is lost, and waiting would only cost.
     paced = not (config.rollout.pace and config.train.stale_policy == "strict")
     async with contextlib.aclosing(_looks(session, config)) as looks:
         async for state in looks:
-            claim = None if state.paused else next_claim(state, config)
+            claim = None if state.paused else next_claim(state, config, streamed.parts)
             if claim is not None and not paced:
                 await session.fleet.wait_for_stragglers(version=claim.base_version)
                 paced = True
@@ -87,7 +88,31 @@ async def next_batch(session: RunSession, *, config: RunConfig) -> Claim:
             elif claim is not None:
                 session.clock.waited_seconds += time.perf_counter() - started
                 return claim
+            elif not state.paused:
+                streamed.look(state)
     raise AssertionError("there is always another look")
+
+
+class _Streamed:
+    """The parts of the next step that the trainer has been given before the batch was there."""
+
+    def __init__(self, session: RunSession, config: RunConfig) -> None:
+        self.parts: list[list[ClaimedGroup]] = []
+        self._session, self._config = session, config
+        self._is_on = config.train.stream and not waits_for_batch(config)
+        self._task: asyncio.Task[bool] | None = None
+
+    def look(self, state: RunState) -> None:
+        """Give the trainer what has finished since the last part, if it has nothing to do."""
+        trainer, arrivals = self._session.trainer, self._session.fleet.arrivals
+        if not self._is_on or not trainer.is_open or (self._task is not None and not self._task.done()):
+            return
+        self._is_on = self._task is None or self._task.result()
+        claim = next_part(state, self._config, self.parts) if self._is_on else None
+        if claim is not None:
+            self.parts.append(claim.trained[-claim.parts[-1] :])
+            self._task = asyncio.create_task(trainer.begin_step(claim))
+            self._task.add_done_callback(lambda _: arrivals.set())
 
 
 async def all_sampled(session: RunSession, *, config: RunConfig) -> None:

@@ -72,6 +72,16 @@ class TrainerHandle:
         """Address of rank 0's node and a port that is free there."""
         return await self._hosted.rendezvous()
 
+    async def begin_step(self, claim: Claim) -> bool:
+        """Add up gradients of a claim's parts before the rest of it is there; returns whether that went well. What is
+        wrong with them is told by `step`."""
+        try:
+            await self.call("begin_step", claim)
+        except Exception as error:  # noqa: BLE001 - whatever it is, `step` meets it again and says what to do
+            logger.debug("parts of step %d were not begun: %s", claim.step, error)
+            return False
+        return True
+
     async def step(self, claim: Claim, **round_facts: Any) -> Step | None:
         """One optimizer step on a claim.
 

@@ -141,8 +141,7 @@ class GapMeter:
     """Compares the trainer's log-probabilities, before any update of the step, with the engine's, pack by pack. Tensors
     stay on the device until the end, when they are fetched all at once."""
 
-    def __init__(self, num_shards: int) -> None:
-        self._num_shards = num_shards
+    def __init__(self) -> None:
         self._packs: list[list[torch.Tensor]] = []
 
     def add(
@@ -151,7 +150,7 @@ class GapMeter:
         """One pack: log-probabilities of trainer and engine, the weights of `gap_weights`, and each token's shard."""
         self._packs.append([values.detach() for values in (logprobs_T, sampled_T, weights_T, shards_T)])
 
-    def result(self, sum_over_ranks: Reduce) -> Gap:
+    def result(self, sum_over_ranks: Reduce, *, num_shards: int) -> Gap:
         """Over all packs and ranks, in one collective. k3: http://joschu.net/blog/kl-approx.html"""
         columns = ([values.cpu().numpy() for values in column] for column in zip(*self._packs, strict=True))
         logprobs_T, sampled_T, weights_T, shards_T = map(np.concatenate, columns) if self._packs else [np.zeros(0)] * 4
@@ -165,9 +164,9 @@ class GapMeter:
             k3_N = np.expm1(delta_N[fresh_N]) - delta_N[fresh_N]
         parts = [
             np.bincount(_bins(size_N[fresh_N]), minlength=len(_EDGES) + 1).astype(np.float64),
-            np.bincount(shards_N, minlength=self._num_shards).astype(np.float64),
-            np.bincount(shards_N, weights=size_N * weights_N, minlength=self._num_shards),
-            np.bincount(shards_T[unlikely_T].astype(np.int64), minlength=self._num_shards).astype(np.float64),
+            np.bincount(shards_N, minlength=num_shards).astype(np.float64),
+            np.bincount(shards_N, weights=size_N * weights_N, minlength=num_shards),
+            np.bincount(shards_T[unlikely_T].astype(np.int64), minlength=num_shards).astype(np.float64),
             np.array([fresh_N.sum(), size_N[fresh_N].sum(), k3_N.sum()]),
         ]
         ends = np.cumsum([len(part) for part in parts])[:-1]
@@ -181,7 +180,7 @@ class GapMeter:
             mean=float(size / max(1, num_tokens)),
             p99=float(p99),
             k3=float(k3 / max(1, num_tokens)),
-            mean_S=np.divide(size_S, tokens_S, out=np.full(self._num_shards, np.nan), where=tokens_S > 0),
+            mean_S=np.divide(size_S, tokens_S, out=np.full(num_shards, np.nan), where=tokens_S > 0),
             tokens_S=tokens_S,
             unlikely_S=unlikely_S,
         )

@@ -70,6 +70,7 @@ class RunTrainer:
         """About the size of every policy written whole."""
         self._base_tokenizer = tokenizer_sha256(self._base_folder)
         self.trainer = Trainer(self._base_folder, config, reference=self._reference(reference))
+        self._begun: Claim | None = None  # of the next step, as far as the gradients of its parts are in
         self._give_back()  # what reading the model took for a moment
         if config.train.lora is None:
             refuse_unstored(self.trainer.model.causal_lm, self._base_folder)
@@ -187,10 +188,48 @@ class RunTrainer:
             refuse_long_rows(samples, self.config.train)
         return dataclasses.replace(samples, turn_metrics=turn_metrics(claim.trained, tables))
 
+    def begin(self, claim: Claim) -> None:
+        """Add up the gradients of those parts of a claim, which more will follow, that are not in yet. Raises as
+        `samples`."""
+        for number in range(self._num_parts_in(claim), len(claim.parts)):
+            start, stop = sum(claim.parts[:number]), sum(claim.parts[: number + 1])
+            samples = self.samples(dataclasses.replace(claim, trained=claim.trained[start:stop], parts=[]), judge=True)
+            assert samples is not None, "a claim with parts trains them"
+            # As the samples of the whole claim number them: a shard may have groups of several parts.
+            order = list(dict.fromkeys(group.shard_id for group in claim.trained[:stop]))
+            numbers = np.array([order.index(shard_id) for shard_id in samples.shard_ids])
+            samples = dataclasses.replace(samples, shards_B=numbers[samples.shards_B], shard_ids=order)
+            self._add_part(claim, number, samples)
+
+    def num_begun(self, claim: Claim) -> int:
+        """Groups of a claim whose gradients are in."""
+        return sum(claim.parts[: self._num_parts_in(claim)])
+
+    def _num_parts_in(self, claim: Claim) -> int:
+        """Parts of a claim whose gradients are in; those of another one are dropped."""
+        begun = self._begun
+        if begun is not None:
+            number, is_same = len(begun.parts), (begun.step, begun.base_version) == (claim.step, claim.base_version)
+            groups = claim.trained[: len(begun.trained)]
+            if is_same and (claim.parts[:number], groups) == (begun.parts, begun.trained):
+                return number
+        self._begun = self.trainer.begun = None
+        return 0
+
+    def _add_part(self, claim: Claim, number: int, samples: Samples) -> None:
+        self._begun = None  # an error halfway leaves gradients of half a part
+        self.trainer.accumulate(samples, step=claim.step, base_version=claim.base_version)
+        stop = sum(claim.parts[: number + 1])
+        self._begun = dataclasses.replace(claim, trained=claim.trained[:stop], parts=claim.parts[: number + 1])
+
     def train(self, claim: Claim, samples: Samples | None, *, judge: bool = False) -> dict[str, float]:
         """One optimizer step, or what the claim does instead of one; returns its metrics. With `judge`, raises
         `trainers.health.GapTooLarge` for shards too far from the policy that sampled them."""
         if samples is not None:
+            for number in range(self._num_parts_in(claim), len(claim.parts)):
+                start = sum(claim.parts[:number])
+                self._add_part(claim, number, samples.part(start, start + claim.parts[number]))
+            self._begun = None
             # The scripted engine draws at random, whatever the weights say.
             is_judged = judge and self.config.engine.kind != "scripted"
             metrics = self.trainer.step(

@@ -49,6 +49,7 @@ def time_budget(phases: Mapping[str, float], *, wall_seconds: float) -> dict[str
     budget = {**parts, "idle_seconds": round_seconds - measured, "round_seconds": round_seconds}
     if round_seconds > 0:
         training = sum(parts[f"{phase}_seconds"] for phase in ("load", "train", "save"))
+        training += phases.get("streamed_seconds", 0.0)
         budget["trainer_idle_fraction"] = max(0.0, 1 - training / round_seconds)
         if "rollout_seconds" in phases:
             budget["rollout_idle_fraction"] = max(0.0, 1 - phases["rollout_seconds"] / round_seconds)

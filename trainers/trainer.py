@@ -29,28 +29,21 @@ from settings.run_file import RunConfig
 from settings.train import TrainSettings
 from trainers.critic import Critic
 from trainers.data.samples import Samples
-from trainers.data.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
+from trainers.data.staleness import staleness_metrics
 from trainers.health import MOST_UNLIKELY, FiniteCheck, GapMeter, NonFinite, rows_to_probe
 from trainers.kept_policy import KeptPolicy
 from trainers.model.batches import Pack, Spread, attention_length, packs_of
 from trainers.model.distributed import choose_device, move, shard, start_process_group, sum_over_ranks
-from trainers.model.experts import ROUTER_TERMS, load_metrics, router_terms
+from trainers.model.experts import ROUTER_TERMS
 from trainers.model.kinds import refuse_team
 from trainers.model.lora import without_adapters
 from trainers.model.model import PolicyModel, load_model
 from trainers.model.teams import join_team
 from trainers.objective.credit import Looked, assign_credit
-from trainers.objective.objective import (
-    OFF_POLICY,
-    loss_inputs,
-    mean_metrics,
-    needs_entropy_grad,
-    objective,
-    off_policy_sums,
-)
+from trainers.objective.objective import loss_inputs, needs_entropy_grad, objective, off_policy_sums, with_routers
 from trainers.optimizer import Ema, clip_gradient, learning_rate, make_optimizer
 from trainers.refusals import refuse_options
-from trainers.step_batch import StepBatch, minibatches, step_batch
+from trainers.step_batch import StepBatch, Taken, Update, lag_and_in_time, minibatches, step_batch, step_metrics
 
 _KEPT_ROWS = 4
 """Rows of a shard that are compared under the kept policy: a few are enough to see an engine with other weights."""
@@ -82,6 +75,8 @@ class Trainer:
         )
         self.ema = Ema(self.model.named_parameters(), decay=settings.ema) if settings.ema else None
         self.kept = KeptPolicy(self.model.parameters(), dtype=getattr(torch, settings.computes_in))
+        self.begun: Update | None = None
+        """The update of the next step, as far as its parts are in."""
         self.gap_seconds = 0.0
         """What the last step spent on the gap beside its own forward passes: probes, and copies of weights."""
         self._reference = None
@@ -106,19 +101,55 @@ class Trainer:
         """Train on one claim's samples; returns the step's metrics, means over trained tokens or attempts.
 
         `step` counts from 1 and sets the learning rate and the mini-batch shuffle. `max_gap` is for steps that the log
-        does not know yet.
+        does not know yet. What `accumulate` has been given before is of this step, and all of it.
 
         Raises `trainers.health.GapTooLarge` and `ValueError` with weights and optimizer as they were;
         `trainers.health.NonFinite` before the update it would have spoilt.
         """
-        settings = self._settings
+        settings, begun = self._settings, self.begun
         self._set_learning_rate(step)
-        lag_T = lag_of_tokens(
-            samples.versions_T, samples.mask_T, base_version=base_version, steps_per_update=settings.steps_per_update
-        )
-        in_time_T = tokens_to_train(
-            lag_T, samples.mask_T, stale_policy=settings.stale_policy, max_staleness=max_staleness
-        )
+        self.begun = None
+        lag_T, in_time_T = lag_and_in_time(samples, settings, base_version=base_version, max_staleness=max_staleness)
+        batch = None if begun else self._batch(samples, in_time_T, base_version=base_version)
+        updates = [np.arange(samples.num_rows)]
+        if batch is not None:
+            updates = list(minibatches(samples, settings, seed=self._config.seed, step=step))
+        taken = []
+        trains = self._trains_policy(step)
+        for number, rows in enumerate(updates):
+            update = begun or Update(number=number)
+            if batch is not None:
+                self._accumulate(update, batch, rows, progress=number / len(updates), trains_policy=trains)
+            taken.append(
+                self._conclude(update, samples, rows, base_version=base_version, trains_policy=trains, max_gap=max_gap)
+            )
+        counts = begun or batch
+        assert counts is not None
+        return {
+            **step_metrics(samples, taken),
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "trained_tokens": float(counts.num_trained),
+            "measured_groups": float(counts.num_measured),
+            **staleness_metrics(lag_T, samples.mask_T, in_time_T, max_staleness=max_staleness),
+        }
+
+    def accumulate(self, samples: Samples, *, step: int, base_version: int) -> None:
+        """Add the gradients of a part of a step's groups, whose other groups follow, to those of the parts before it.
+        Only for settings that `storage.log.claims.waits_for_batch` has nothing against."""
+        if self.begun is None:
+            self.begun = Update()
+        _, in_time_T = lag_and_in_time(samples, self._settings, base_version=base_version, max_staleness=0)
+        batch = self._batch(samples, in_time_T, base_version=base_version)
+        update, rows = self.begun, np.arange(samples.num_rows)
+        self._accumulate(update, batch, rows, progress=0.0, trains_policy=self._trains_policy(step), is_part=True)
+        update.num_parts += 1
+        update.denominator += batch.denominator(rows, self._settings.aggregation)
+        update.num_trained += batch.num_trained
+        update.num_measured += batch.num_measured
+
+    def _batch(self, samples: Samples, in_time_T: np.ndarray, *, base_version: int) -> StepBatch:
+        """Everything that the losses of these samples need, of the weights as they are now."""
+        settings = self._settings
         wanted = self._wanted()
         # Of all rows only where they decide which tokens are trained, and how much.
         later = {"logprobs"} & wanted if samples.arithmetic >= 2 and "entropy" not in wanted else set()
@@ -131,41 +162,7 @@ class Trainer:
         if later:
             moving = self._look(samples, np.flatnonzero(batch.moving_B), later)
             batch = dataclasses.replace(batch, values={**batch.values, "proximal": moving.logprobs_T})
-        totals: dict[str, float] = {}
-        norms: list[dict[str, float]] = []
-        start: dict[str, float] = {}
-        updates = list(minibatches(samples, settings, seed=self._config.seed, step=step))
-        for number, rows in enumerate(updates):
-            trains = self._trains_policy(step)
-            sums, group_norms, gap = self._update(
-                batch, rows, number=number, num_updates=len(updates), trains_policy=trains, max_gap=max_gap
-            )
-            off_policy = {name: sums.pop(name, 0.0) for name in OFF_POLICY}
-            # Before the first update the trainer holds the step's base policy: staleness and the engine make the rest.
-            start = start or {"tokens": sums["tokens"], **off_policy, **gap}
-            norms.append(group_norms)
-            totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
-        num_measured = totals.pop("tokens")
-        means = {name: totals.pop(name) / len(norms) for name in ("loss", *ROUTER_TERMS) if name in totals}
-        loads = load_metrics(totals)
-        first_tokens, k3, ratio, squared = (start.pop(name) for name in ("tokens", *OFF_POLICY))
-        if first_tokens:
-            start["off_policy_kl"] = k3 / first_tokens
-            start["effective_sample_size"] = ratio**2 / max(1e-30, first_tokens * squared)
-        return {
-            **means,
-            **loads,
-            **mean_metrics(totals, num_tokens=num_measured),
-            **credit.metrics,
-            **start,
-            **{name: float(np.mean([n[name] for n in norms])) for name in norms[0]},
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "trained_tokens": float(batch.num_trained),
-            "trained_rows": float(samples.num_rows),
-            "trained_groups": float(len(np.unique(samples.groups_B))),
-            "measured_groups": float(len(np.unique(samples.groups_B[batch.moving_B]))),
-            **staleness_metrics(lag_T, samples.mask_T, in_time_T, max_staleness=max_staleness),
-        }
+        return batch
 
     def step_without_gradient(self, *, step: int) -> dict[str, float]:
         """What `step` does to the optimizer if every token is masked: its gradient is zero, so nothing is computed, but
@@ -221,34 +218,37 @@ class Trainer:
                 for parameter in group["params"]:
                     parameter.grad = torch.zeros_like(parameter)
 
-    def _update(
-        self, batch: StepBatch, rows: np.ndarray, *, number: int, num_updates: int, trains_policy: bool, max_gap: float
-    ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """One optimizer update on whole groups, of the step's `num_updates` the `number`-th from 0. Returns sums over
-        trained tokens of all ranks, gradient norms, and, at the first update, the gap to the engine. Groups whose
-        gradient is 0 count in the weights of tokens, and are not computed."""
+    def _accumulate(
+        self,
+        update: Update,
+        batch: StepBatch,
+        rows: np.ndarray,
+        *,
+        progress: float,
+        trains_policy: bool,
+        is_part: bool = False,
+    ) -> None:
+        """Add gradients, and sums over trained tokens, of whole groups to an update. Groups whose gradient is 0 count
+        in the weights of tokens, and are not computed. `progress` is the share of the step's updates before this."""
         samples, settings = batch.samples, self._settings
-        weights_T = batch.weights_T(rows, settings.aggregation, max_tokens=self._config.sampling.max_tokens)
+        if not update.checks:
+            self.free_gradients()
+        max_tokens = self._config.sampling.max_tokens
+        weights_T = batch.weights_T(rows, settings.aggregation, max_tokens=max_tokens, is_part=is_part)
         values = {**batch.values, "weights": weights_T}
-        totals: dict[str, float] = {"loss": 0.0, "tokens": 0.0, "entropy": 0.0}
-        finite, meter = FiniteCheck(), GapMeter(max(1, len(samples.shard_ids)))
-        self.free_gradients()
+        finite = FiniteCheck()
         moving = rows[batch.moving_B[rows]]
-        if not len(moving):
-            self._zero_gradients()
         for pack in self._packs(samples, moving, mask_T=batch.trained_T, values=values):
             with torch.set_grad_enabled(trains_policy):
                 logprobs, entropy = self._forward(self.model, pack, entropy_grad=needs_entropy_grad(settings))
             base = batch.base_version
-            inputs, sums = loss_inputs(
-                pack, logprobs, entropy, settings, base_version=base, version=base + number / num_updates
-            )
+            inputs, sums = loss_inputs(pack, logprobs, entropy, settings, base_version=base, version=base + progress)
             output = objective(inputs, settings)
-            loss, router_sums = self._with_routers(output.loss, pack)
+            loss, router_sums = with_routers(output.loss, self.model.routers.seen, pack, settings.router)
             if trains_policy:
                 loss.backward()
-            if number == 0 and not pack.is_idle:
-                meter.add(logprobs, *_gap_values(pack))
+            if update.number == 0 and not pack.is_idle:
+                update.meter.add(logprobs, *_gap_values(pack))
             finite.add(
                 pack.tokens,
                 mask_T=pack.mask,
@@ -262,37 +262,55 @@ class Trainer:
             sums |= {**off_policy_sums(inputs), **output.sums, **router_sums}
             if self.critic is not None:
                 sums |= self.critic.backward(pack)
-            totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
-        bad = finite.bad_rows(samples.offsets, sum_over_ranks=self._sum)
+            update.add(sums)
+            update.num_packs += 1
+        update.checks.append((finite, samples))
+        if update.number == 0:
+            self._measure(update, batch, moving)
+
+    def _conclude(
+        self,
+        update: Update,
+        samples: Samples,
+        rows: np.ndarray,
+        *,
+        base_version: int,
+        trains_policy: bool,
+        max_gap: float,
+    ) -> Taken:
+        """Take the update, whose gradients are there."""
+        if not update.num_packs:
+            self._zero_gradients()
+        bad = [
+            name
+            for finite, of in update.checks
+            for name in of.names(finite.bad_rows(of.offsets, sum_over_ranks=self._sum))
+        ]
         gap: dict[str, float] = {}
-        if number == 0:
+        if update.number == 0:
             try:
                 # Before anything else: what an engine reports wrongly makes a loss infinite too.
-                gap = self._gap(batch, moving, meter, max_gap=max_gap)
+                gap = self._gap(update, samples, base_version=base_version, max_gap=max_gap)
             except NonFinite:
-                if not len(bad):  # else its rows are named, below
+                if not bad:  # else its rows are named, below
                     raise
-        if len(bad):
-            raise NonFinite("the loss or a log-probability", samples.names(bad), number)
-        norms = self._apply(samples.names(rows), number=number, trains_policy=trains_policy)
-        keys = sorted(totals)
-        of_all_ranks = self._sum(np.array([totals[key] for key in keys])).tolist()
-        return dict(zip(keys, of_all_ranks, strict=True)), norms, gap
+        if bad:
+            raise NonFinite("the loss or a log-probability", bad, update.number)
+        if update.num_parts:
+            self._divide(update)
+        norms = self._apply(samples.names(rows), number=update.number, trains_policy=trains_policy)
+        keys = sorted(update.sums)
+        of_all_ranks = self._sum(np.array([update.sums[key] for key in keys])).tolist()
+        return Taken(dict(zip(keys, of_all_ranks, strict=True)), norms, gap)
 
-    def _with_routers(self, loss: torch.Tensor, pack: Pack) -> tuple[torch.Tensor, dict[str, float]]:
-        """The loss with the terms of `train.router`, and sums of them, of a model with experts."""
-        weights, seen = self._settings.router, self.model.routers.seen
-        if not seen:
-            return loss, {}
-        balance, router_z, counts = router_terms(
-            seen, pack.layout, mask_T=pack.mask, weights_T=pack.values["weights"], sequences_T=pack.sequences
-        )
-        if weights.balance:
-            loss = loss + weights.balance * balance
-        if weights.z:
-            loss = loss + weights.z * router_z
-        terms = (float(term.detach()) for term in (balance, router_z))
-        return loss, {**dict(zip(ROUTER_TERMS, terms, strict=True)), **counts}
+    @torch.no_grad()
+    def _divide(self, update: Update) -> None:
+        """Gradients, and the losses that made them, by what the weights of parts were not divided by."""
+        scale = 1 / max(1, update.denominator)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        update.sums |= {name: update.sums[name] * scale for name in ("loss", *ROUTER_TERMS) if name in update.sums}
 
     def _apply(self, rows: Sequence[str], *, number: int, trains_policy: bool) -> dict[str, float]:
         """Clip the gradients and take one optimizer update; returns the norms before the clip."""
@@ -343,25 +361,31 @@ class Trainer:
         return Looked(**{f"{name}_T": np.where(samples.mask_T, self._sum(a), 0) for name, a in arrays.items()})
 
     @torch.no_grad()
-    def _gap(self, batch: StepBatch, measured: np.ndarray, meter: GapMeter, *, max_gap: float) -> dict[str, float]:
-        """The gap to the engine, before the first update; `meter` has the rows `measured` of the first mini-batch.
+    def _measure(self, update: Update, batch: StepBatch, measured: np.ndarray) -> None:
+        """Compare with the engine what has no gradient to be compared in passing, before the first update.
 
-        A shard that it has no row of gets one here, and every row with a token that its engine finds very unlikely:
-        what is wrong must show before the first update. A shard of which only an earlier policy's tokens can be
-        compared gets a few under that policy, if it is the kept one. In their place the base policy is kept when such a
-        shard is met."""
+        A shard that the meter has no row of gets one here, and every row with a token that its engine finds very
+        unlikely: what is wrong must show before the first update. A shard of which only an earlier policy's tokens can
+        be compared gets a few under that policy, if it is the kept one."""
         started, samples = time.perf_counter(), batch.samples
         if len(samples.shards_B):
-            self._probe(batch, np.isin(np.arange(samples.num_rows), measured), meter, weights="gap_weights")
+            self._probe(batch, np.isin(np.arange(samples.num_rows), measured), update.meter, weights="gap_weights")
             if batch.values["kept_gap_weights"].any():
                 nothing_B, kept = np.zeros(samples.num_rows, bool), "kept_gap_weights"
                 with self.kept.in_place():
-                    self._probe(batch, nothing_B, meter, weights=kept, per_shard=_KEPT_ROWS)
-        gap = meter.result(self._sum)
+                    self._probe(batch, nothing_B, update.meter, weights=kept, per_shard=_KEPT_ROWS)
+        update.gap_seconds += time.perf_counter() - started
+
+    @torch.no_grad()
+    def _gap(self, update: Update, samples: Samples, *, base_version: int, max_gap: float) -> dict[str, float]:
+        """The gap to the engine, before the first update. The base policy is kept, to compare later shards with, in the
+        place of the earlier one when a shard of that one is met."""
+        started = time.perf_counter()
+        gap = update.meter.result(self._sum, num_shards=max(1, len(samples.shard_ids)))
         gap.check(samples.shard_ids or ["these samples"], max_gap=max_gap)
-        if self.kept.is_due(samples.versions_T[samples.mask_T], base_version=batch.base_version):
-            self.kept.keep(batch.base_version)
-        self.gap_seconds = time.perf_counter() - started
+        if self.kept.is_due(samples.versions_T[samples.mask_T], base_version=base_version):
+            self.kept.keep(base_version)
+        self.gap_seconds = update.gap_seconds + time.perf_counter() - started
         return gap.metrics()
 
     def _probe(

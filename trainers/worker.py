@@ -50,6 +50,7 @@ class TrainerWorker:
         """How many recorded steps were trained again to restore the optimizer."""
         self._unsaved: tuple[Claim, dict[str, float]] | None = None
         self._policy_path: str | None = self._live().path  # of the weights' policy; None while the log knows none
+        self._begun_seconds = 0.0  # of the next step
         self._broken_off = ""  # what ended the update that left them so
         self._held = contextlib.ExitStack()
         self._outbox = self._held.enter_context(staging_folder(trainer.cache)) if sends and rank() == 0 else None
@@ -104,6 +105,15 @@ class TrainerWorker:
                 self._sendable = claim.base_version + 1
         on_every_rank(self._catch_up)
         return self._took(claim)
+
+    def begin_step(self, claim: Claim) -> None:
+        """Add up gradients of the parts of a claim, while what else it will take is still being sampled. What is wrong
+        with them is left to `train_step`, which takes the rest, and those again that did not succeed."""
+        started = time.perf_counter()
+        mine = on_every_rank(lambda: (len(self._log.refresh().steps), self._policy_path == self._live().path))
+        if agreed(mine, what=f"work to do for step {claim.step}") == (claim.step - 1, True):
+            self._trainer.begin(claim)
+        self._begun_seconds += time.perf_counter() - started
 
     def leave_device(self) -> None:
         """Give the GPU's memory back until `take_device`: an engine has it meanwhile."""
@@ -174,7 +184,11 @@ class TrainerWorker:
         started = time.perf_counter()
         samples = self._trainer.samples(claim, judge=True)
         load_seconds = time.perf_counter() - started
-        before = self._policy_path
+        before, begun = self._policy_path, {}
+        if claim.parts:
+            share = self._trainer.num_begun(claim) / len(claim.trained)
+            begun = {"streamed_fraction": share, "streamed_seconds": self._begun_seconds}
+        self._begun_seconds = 0.0
         if claim.fallback != "skip_step":
             self._policy_path = None
         try:
@@ -186,7 +200,7 @@ class TrainerWorker:
             self._broken_off = failure_text(error)
             raise
         cost = {} if samples is None else {"engine_gap_seconds": self._trainer.trainer.gap_seconds}
-        return {**metrics, **cost}, load_seconds
+        return {**metrics, **cost, **begun}, load_seconds
 
     def _commit(
         self,
@@ -215,7 +229,7 @@ class TrainerWorker:
             self._log.store.put_folder(folder / "state", state_path, last=DIGEST_FILE, given=True)
         measured = time.perf_counter() - started
         phases = {**phases, "save_seconds": measured - phases["load_seconds"] - phases["train_seconds"]}
-        budget = time_budget(phases, wall_seconds=time.time() - round_started)
+        budget = time_budget({**metrics, **phases}, wall_seconds=time.time() - round_started)
         speed = {"tokens_per_second": metrics["trained_tokens"] / budget["round_seconds"]}
         self._log.append(
             Step(

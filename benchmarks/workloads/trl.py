@@ -9,6 +9,7 @@ In: nothing. Out: two workloads, and the folder of their base model.
 
 from __future__ import annotations
 
+import dataclasses
 import string
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from typing import Any
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
 from rollouts.workflow import Score, Workflow
-from storage.records import Task
+from storage.records import Message, Task
 
 VOWELS = frozenset("aeiouAEIOU")
 CHARACTERS = string.ascii_letters + "01234567"  # with the tokenizer's four special tokens: 64
@@ -37,6 +38,22 @@ class Babble(Workflow):
 
     async def run(self, task: Task, chat: Chat) -> Score:
         return Score(reward=share_of_vowels(await chat.ask(task.prompt)))
+
+
+LONG_EVERY = 16
+SHORT_TOKENS = 32
+LONG_TURNS = 16
+
+
+class Tail(Babble):
+    """The same, where one task in `LONG_EVERY` asks on until there is no more room."""
+
+    async def run(self, task: Task, chat: Chat) -> Score:
+        is_long, prompt = int(task.id) % LONG_EVERY == 0, Message(role="user", content=task.prompt)
+        text = (await chat.complete([prompt], max_tokens=None if is_long else SHORT_TOKENS)).text
+        while is_long and len(chat.turns) < LONG_TURNS and not chat.out_of_room:
+            text = await chat.ask("more")
+        return Score(reward=share_of_vowels(text))
 
 
 def share_of_vowels(reply: str) -> float:
@@ -96,6 +113,16 @@ W = Workload(
     trl={"per_device_train_batch_size": 32},
 )
 
+TAIL = dataclasses.replace(
+    W,
+    name="tail",
+    workflow="benchmarks.workloads.trl:Tail",
+    engine={"max_model_len": 512, "vllm": _VLLM},
+    train={"num_threads": 1},
+    rollout={},
+)
+"""For `benchmarks.two_settings` alone."""
+
 ARITHMETIC = Workload(
     name="arithmetic",
     workflow="examples.arithmetic:Arithmetic",
@@ -130,7 +157,7 @@ def reward_of(workload: Workload, reply: str, answer: str) -> float:
 
 def make_model(workload: Workload, folder: Path) -> None:
     """The base model's folder."""
-    if workload is W:
+    if workload is not ARITHMETIC:
         _random_model(folder)
         return
     from settings.warmup import WarmupSettings
@@ -173,4 +200,4 @@ def _random_model(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make_model(WORKLOADS[sys.argv[1]], Path(sys.argv[2]))
+    make_model({**WORKLOADS, TAIL.name: TAIL}[sys.argv[1]], Path(sys.argv[2]))

@@ -35,6 +35,8 @@ CANCELLED = "cancelled"
 NOTHING = "nothing"
 BY_MOMENT = frozenset({"timeout", "engine_error", "tool_error", "cancelled"})
 """Failing statuses that the policy's tokens do not explain."""
+_MOST_PARTS = 16
+"""Of a batch: more would be forward passes of too few tokens."""
 _ROUNDING = 1e-9  # (1 + 0.16) · 50 is 57.99999999999999
 
 
@@ -109,8 +111,12 @@ def due_version(state: RunState, config: RunConfig) -> int:
 # ── What a step takes ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def next_claim(state: RunState, config: RunConfig) -> Claim | None:
-    """What the next step takes; None if the pending groups do not suffice.
+Parts = Sequence[Sequence[ClaimedGroup]]
+"""Groups of the next step whose gradients the trainer has, or has been given to add up, in that order."""
+
+
+def next_claim(state: RunState, config: RunConfig, parts: Parts = ()) -> Claim | None:
+    """What the next step takes, of which the trainer has `parts`; None if the pending groups do not suffice.
 
     It trains the first `batch_size` groups that were accepted and are within the staleness bound: those with the oldest
     token, because the next step may be too late for them, and of these the first in prompt order. Pending groups that
@@ -134,11 +140,15 @@ def next_claim(state: RunState, config: RunConfig) -> Claim | None:
         pending = _first_attempted(pending, config.batch_size)
     reasons = {group.id: _reason(group, live.version, config) for group in pending}
     trainable = [group for group in pending if not reasons[group.id][0]]
+    begun = _begun(trainable, parts)
+    if begun is None:
+        begun, parts = [], ()
     enough = config.rollout.dynamic_batch or len(pending) >= config.rollout.max_attempts * config.batch_size
     if not pending or (len(trainable) < config.batch_size and not enough):
         return None
     # Groups finish in any order; trained in prompt order, the same groups give bit-identical weights.
-    trained = sorted(trainable[: config.batch_size], key=lambda group: group.position)
+    left = [group for group in trainable if group not in begun][: config.batch_size - len(begun)]
+    trained = begun + sorted(left, key=lambda group: group.position)
     if in_order and len(trained) == config.batch_size:  # what is behind it belongs to the next batch
         pending = [group for group in pending if group.position <= trained[-1].position]
     if not trained and config.rollout.on_nothing_accepted == "fail":
@@ -157,7 +167,76 @@ def next_claim(state: RunState, config: RunConfig) -> Claim | None:
         trained=claimed(trained),
         **passed_over,
         fallback="" if trained else config.rollout.on_nothing_accepted,
+        parts=[*map(len, parts), len(left)][: len(parts) + bool(left)] if parts else [],
     )
+
+
+def next_part(state: RunState, config: RunConfig, parts: Parts) -> Claim | None:
+    """A claim of all `parts` and of what has finished since, which is another; None while that is too little.
+
+    Only for settings that `waits_for_batch` has nothing against: what is pending and can be trained is then in the next
+    claim, whatever finishes later.
+    """
+    live = state.live
+    assert live is not None, "a run has its base policy before anything is claimed"
+    pending = [state.groups[group_id] for group_id in state.pending]
+    trainable = [group for group in pending if not _reason(group, live.version, config)[0]]
+    begun = _begun(trainable, parts)
+    if begun is None:
+        return None
+    ready = sorted((group for group in trainable if group not in begun), key=lambda group: group.position)
+    ready = ready[: config.batch_size - len(begun)]
+    if len(ready) < smallest_part(config):
+        return None
+    groups = [ClaimedGroup(shard_id=state.shard_of[group.id], group_id=group.id) for group in (*begun, *ready)]
+    return Claim(
+        step=state.step + 1,
+        base_version=live.version,
+        trained=groups,
+        stale=[],
+        filtered=[],
+        failed=[],
+        parts=[*map(len, parts), len(ready)],
+    )
+
+
+def smallest_part(config: RunConfig) -> int:
+    """Groups that are worth a forward and a backward pass of their own."""
+    return math.ceil(config.batch_size / _MOST_PARTS)
+
+
+def waits_for_batch(config: RunConfig) -> str:
+    """Why gradients of finished groups cannot be added up before the batch is there; empty if they can."""
+    train, rollout = config.train, config.rollout
+    advantage = train.advantage
+    if config.max_staleness:
+        return f"with max_staleness = {config.max_staleness:g} a whole batch is trained while the next is sampled"
+    if config.engine.share == "phases":
+        return "engine and trainer take turns on one GPU (engine.share)"
+    if config.reproducible or rollout.schedule == "fixed":
+        return "which groups finish first depends on the moment (reproducible, rollout.schedule)"
+    if rollout.dynamic_batch:
+        return "which groups the step takes is known when all have ended (rollout.dynamic_batch)"
+    if train.steps_per_update > 1:
+        return "the groups of several steps are sampled at once (train.steps_per_update)"
+    if train.num_minibatches * train.num_epochs > 1:
+        return "the groups are shuffled into several updates (train.num_minibatches, train.num_epochs)"
+    if advantage.kind in ("reinforce++", "gae") or getattr(advantage, "per_reward", False):
+        return f"advantages are relative to the whole batch (train.advantage, {advantage.kind})"
+    if getattr(advantage, "scale", "") == "batch":
+        return "advantages are divided by the deviation of the whole batch (train.advantage.scale)"
+    if train.top_entropy_fraction < 1:
+        return "which tokens are trained depends on the whole batch (train.top_entropy_fraction)"
+    if train.loss.kind == "custom":
+        return "what a loss of your own does with the weights of tokens is not known (train.loss)"
+    return ""
+
+
+def _begun(trainable: Sequence[GroupSummary], parts: Parts) -> list[GroupSummary] | None:
+    """The groups of the parts; None if one can no longer be trained."""
+    by_id = {group.id: group for group in trainable}
+    ids = [group.group_id for part in parts for group in part]
+    return [by_id[each] for each in ids] if by_id.keys() >= set(ids) else None
 
 
 def num_counted(state: RunState, config: RunConfig) -> int:

@@ -117,13 +117,16 @@ class Claim:
     """From 1."""
     base_version: int
     trained: list[ClaimedGroup]
-    """In prompt order."""
+    """In prompt order, with `parts` in that of each."""
     stale: list[ClaimedGroup]
     filtered: list[ClaimedGroup]
     failed: list[ClaimedGroup]
     cancelled: list[ClaimedGroup] = field(default_factory=list)
     fallback: str = ""
     """What the step does if no group was accepted: `skip_step` or `masked`; empty if it trains."""
+    parts: list[int] = field(default_factory=list, metadata=LATER)
+    """Number of groups in each part of `trained` whose gradients were added up before those of the next, while the
+    batch was still being sampled (`train.stream`); empty: all at once."""
 
 
 @dataclass(frozen=True, kw_only=True)

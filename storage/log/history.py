@@ -7,7 +7,7 @@ import itertools
 import json
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, MutableSet, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, overload
 
 import msgspec
@@ -152,8 +152,7 @@ _BODIES: dict[str, msgspec.json.Decoder[Any]] = {
 
 def encode_entry(body: Entry, *, number: int, written_at: float) -> bytes:
     """An entry's document, with the bytes that Python's `json` writes: every version writes the same."""
-    later = {each.name for each in fields(body) if each.metadata.get("later")}
-    values = {name: value for name, value in to_json(body).items() if value or name not in later}
+    values = _without_later(body, to_json(body))
     document = {"number": number, "kind": _KINDS[type(body)], "written_at": written_at, "body": values}
     return json.dumps(document, separators=(",", ":")).encode()
 
@@ -182,6 +181,16 @@ def to_json(record: Any) -> Any:
 def from_json(kind: type[Record], value: Any) -> Record:
     """A record from its JSON value. Unknown keys are ignored: a newer writer. Missing ones raise `ValueError`."""
     return msgspec.convert(value, kind, str_keys=True)
+
+
+def _without_later(record: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """A record's JSON value without what is `storage.log.entries.LATER` and empty, in its own records too."""
+    for each in fields(record):
+        if is_dataclass(own := getattr(record, each.name)):
+            _without_later(own, values[each.name])
+        elif each.metadata.get("later") and not values[each.name]:
+            del values[each.name]
+    return values
 
 
 def _plain(value: Any) -> float:

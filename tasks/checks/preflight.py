@@ -37,6 +37,7 @@ from settings.places.state_folder import home, sqlite_file, store_folder, store_
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
+from storage.log.claims import waits_for_batch
 from storage.log.runs import check_run_id, open_run
 from storage.objects.hub import check_on_hub
 from storage.objects.opening import open_store, probe
@@ -118,6 +119,8 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
         for split, members in tasks.items():
             task_set(state, members, run=config.run, split=split, adopt=adopt_tasks)
     check_batch(config, len(tasks["train"]), is_new=is_new)
+    if config.train.stream and (reason := waits_for_batch(config)):
+        logger.warning("train.stream: gradients wait for the whole batch: %s", reason)
     try:
         check_tracking(tracking_uri(config.tracking.uri))
         check_trackers(config.tracking.also)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
 from rollouts.rewards.scoring import score
@@ -20,3 +22,18 @@ class Guesses(Arithmetic):
     async def run(self, task: Task, chat: Chat) -> Score:
         reply = await chat.ask(task.prompt)
         return await score(parity, reply, task.answer)
+
+
+class OneIsSlow(Guesses):
+    """Every eighth task that begins takes two seconds longer than the others."""
+
+    def __init__(self, dataset: str | None) -> None:
+        super().__init__(dataset)
+        self._begun: list[str] = []
+
+    async def run(self, task: Task, chat: Chat) -> Score:
+        if task.id not in self._begun:
+            self._begun.append(task.id)
+        if self._begun.index(task.id) % 8 == 0:
+            await asyncio.sleep(2)
+        return await super().run(task, chat)

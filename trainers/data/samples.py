@@ -5,8 +5,10 @@ In: shard tables and a claim. Out: `Samples`, rows end to end with offsets, in c
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -52,6 +54,22 @@ class Samples:
     @property
     def num_rows(self) -> int:
         return len(self.offsets) - 1
+
+    def part(self, start: int, stop: int) -> Samples:
+        """The groups from `start` to before `stop`, as they are gathered alone; shards keep their numbers."""
+        first, end = np.searchsorted(self.groups_B, [start, stop])
+        tokens = slice(self.offsets[first], self.offsets[end])
+        changed: dict[str, Any] = {
+            "offsets": self.offsets[first : end + 1] - self.offsets[first],
+            "attempts_B": self.attempts_B[first:end] - self.attempts_B[first],
+            "groups_B": self.groups_B[first:end] - start,
+            "reward_parts_B": {name: part_B[first:end] for name, part_B in self.reward_parts_B.items()},
+            "group_ids": self.group_ids[start:stop],
+        }
+        for name, values in vars(self).items():
+            if name not in changed and isinstance(values, np.ndarray) and len(values):
+                changed[name] = values[tokens if name.endswith("_T") else slice(first, end)]
+        return dataclasses.replace(self, **changed)
 
     def names(self, rows: np.ndarray) -> list[str]:
         """Rows as errors name them: as `millrace traj show` takes each, and where it is."""

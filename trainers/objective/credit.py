@@ -1,7 +1,7 @@
 """Credit assignment: which sampled token is made more likely, and by how much.
 
-In: samples, what was looked up before the first update, settings. Out: one advantage per sampled token, the returns a
-critic learns, and metrics.
+In: samples, what was looked up before the first update, settings. Out: one advantage per sampled token, and the returns
+a critic learns; and metrics.
 
     rewards ─(− KL in the reward)─▶ per attempt: relative to its group, or the batch ─▶ every token of the attempt
                                  └▶ per token:   GAE with a critic · log-ratio to a teacher
@@ -47,8 +47,6 @@ class Credit:
     advantages_T: np.ndarray  # of the type of the samples' log-probabilities, shape [T]
     returns_T: np.ndarray | None  # targets of the critic, likewise; None without one
     known_T: np.ndarray  # false on tokens of attempts without a reward
-    metrics: dict[str, float]
-    """Of the rewards as they were scored, over attempts; a KL penalty in the reward is `reference_kl`'s to show."""
 
 
 def assign_credit(
@@ -63,7 +61,6 @@ def assign_credit(
     rewards_A = samples.rewards_B[first_row].astype(np.float64)
     groups_A = torch.from_numpy(samples.groups_B[first_row].astype(np.int64))
     parts_A = {name: torch.from_numpy(part[first_row]) for name, part in samples.reward_parts_B.items()}
-    metrics = reward_metrics(torch.from_numpy(rewards_A), groups_A, reward_parts_B=parts_A)
     if penalty_T is not None and settings.advantage.kind != "gae":
         charges_A = np.bincount(token_attempt, weights=penalty_T, minlength=len(first_row))
         rewards_A = rewards_A - _same_for_the_same(charges_A, samples)
@@ -97,7 +94,16 @@ def assign_credit(
         case _:
             advantages_T = advantages_A.numpy()[token_attempt]
     advantages_T = advantages_T.astype(samples.logprobs_T.dtype)
-    return Credit(advantages_T=advantages_T, returns_T=returns_T, known_T=known_T, metrics=metrics)
+    return Credit(advantages_T=advantages_T, returns_T=returns_T, known_T=known_T)
+
+
+def metrics_of_rewards(samples: Samples) -> dict[str, float]:
+    """Of the rewards as they were scored, over attempts; a KL penalty in the reward is `reference_kl`'s to show."""
+    _, first_row = np.unique(samples.attempts_B, return_index=True)
+    rewards_A = torch.from_numpy(samples.rewards_B[first_row].astype(np.float64))
+    groups_A = torch.from_numpy(samples.groups_B[first_row].astype(np.int64))
+    parts_A = {name: torch.from_numpy(part[first_row]) for name, part in samples.reward_parts_B.items()}
+    return reward_metrics(rewards_A, groups_A, reward_parts_B=parts_A)
 
 
 def _penalty(samples: Samples, settings: TrainSettings, looked: Looked) -> np.ndarray | None:

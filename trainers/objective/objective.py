@@ -14,8 +14,9 @@ import torch
 
 from settings.advantage import GaeAdvantage
 from settings.loss import CispoLoss, ClipLoss, CustomLoss, DppoLoss, GspoLoss, Loss, SapoLoss, SftLoss
-from settings.train import TrainSettings
+from settings.train import RouterSettings, TrainSettings
 from trainers.model.batches import Pack
+from trainers.model.experts import ROUTER_TERMS, Routed, router_terms
 from trainers.objective.custom_loss import load_loss
 from trainers.objective.divergence import kl_estimate
 from trainers.objective.importance import importance_weights, loglinear_proximal
@@ -116,6 +117,23 @@ def objective(inputs: LossInputs, settings: TrainSettings) -> LossOutput:
         assert inputs.entropy.requires_grad or not inputs.logprobs.requires_grad, "an entropy bonus without gradient"
         loss = loss - settings.entropy_bonus * (inputs.weights * selected_T * entropy_T).sum()
     return LossOutput(loss=loss, sums={**numbers(sums), **reject_sums, **output.sums})
+
+
+def with_routers(
+    loss: torch.Tensor, seen: list[Routed], pack: Pack, settings: RouterSettings
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The loss with the terms of `train.router`, and sums of them; the loss alone for a model without experts."""
+    if not seen:
+        return loss, {}
+    balance, router_z, counts = router_terms(
+        seen, pack.layout, mask_T=pack.mask, weights_T=pack.values["weights"], sequences_T=pack.sequences
+    )
+    if settings.balance:
+        loss = loss + settings.balance * balance
+    if settings.z:
+        loss = loss + settings.z * router_z
+    terms = (float(term.detach()) for term in (balance, router_z))
+    return loss, {**dict(zip(ROUTER_TERMS, terms, strict=True)), **counts}
 
 
 def moved_by_advantages_alone(settings: TrainSettings) -> bool:

@@ -111,3 +111,50 @@ def test_only_what_may_pass_is_tried_again() -> None:
     fatal = [NonFinite("the loss", ["r"]), EveryClaimRefused("x"), ValueError("all rewards are null")]
     assert not any(steps._may_pass(None, None, SimpleNamespace(data=error)) for error in fatal)
     assert steps._may_pass(None, None, SimpleNamespace(data=OSError("disk")))
+
+
+# The next step's first parts, while the others are sampled
+
+
+class _Adding:
+    """Adds parts up; with each, what is sampled meanwhile arrives, and with the last of `calls` all the rest. Fails at
+    the parts it is told to."""
+
+    def __init__(self, session: RunSession, *, calls: int, fails: frozenset[int]) -> None:
+        self._session, self._calls, self._fails = session, calls, fails
+        self._arriving = [[3], [1, 2], [0]]
+        self.begun: list[list[int]] = []
+        self.arrive()
+
+    async def call(self, method: str, claim: Claim) -> None:
+        assert method == "begin_step"
+        self.begun.append(claim.parts)
+        self.arrive()
+        if len(self.begun) in self._fails:
+            raise RefusedShards({"s0": "another tokenizer"})
+
+    def arrive(self) -> None:
+        for _ in range(1 if len(self.begun) < self._calls else len(self._arriving)):
+            numbers = self._arriving.pop(0)
+            self._session.log.append(a_shard(f"s{numbers[0]}", [a_summary(number) for number in numbers]))
+        self._session.fleet.arrivals.set()
+
+
+@pytest.mark.parametrize(
+    ("settings", "fails", "begun", "parts"),
+    [
+        ({"stream": True}, frozenset(), [[1], [1, 2]], [1, 2, 1]),
+        ({"stream": True}, frozenset({1}), [[1]], [1, 3]),  # what went wrong is told by the step, which tries again
+        ({"stream": True, "num_minibatches": 2}, frozenset(), [], []),
+        ({}, frozenset(), [], []),
+    ],
+)
+def test_the_trainer_begins_with_what_has_finished(
+    session: RunSession, settings: dict[str, Any], fails: frozenset[int], begun: list[list[int]], parts: list[int]
+) -> None:
+    config = a_config(batch_size=4, max_staleness=0, min_usable=1, **settings)
+    adding = _Adding(session, calls=len(begun), fails=fails)
+    session.trainer._hosted, session.trainer.is_open = adding, True  # type: ignore[assignment]
+    session.fleet.workers = {}
+    claim = asyncio.run(steps.next_batch(session, config=config))
+    assert adding.begun == begun and claim.parts == parts and len(claim.trained) == 4

@@ -32,6 +32,7 @@ from tests.unit.trainers.builders import (
 )
 from trainers.model.distributed import shard
 from trainers.model.model import PolicyModel, load_model
+from trainers.step_batch import Taken
 from trainers.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -56,11 +57,11 @@ class _Recording(Trainer):
         self.gradients: list[dict[str, torch.Tensor]] = []
         super().__init__(folder, config, reference=reference)
 
-    def _update(self, *arguments: Any, **named: Any) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        sums, norms, gap = super()._update(*arguments, **named)
-        self.losses.append(sums["loss"])
+    def _conclude(self, *arguments: Any, **named: Any) -> Taken:
+        taken = super()._conclude(*arguments, **named)
+        self.losses.append(taken.sums["loss"])
         self.gradients.append(_as_trl_names(gradients(self)))
-        return sums, norms, gap
+        return taken
 
 
 class _InFloat64(_Recording):

@@ -32,7 +32,7 @@ from tests.unit.trainers.naive import (
 from trainers.data.samples import Samples
 from trainers.model.distributed import copy_into
 from trainers.objective.advantages import gae
-from trainers.objective.credit import Looked, assign_credit
+from trainers.objective.credit import Looked, assign_credit, metrics_of_rewards
 from trainers.trainer import Trainer
 
 _GAE = {"kind": "gae", "gamma": 0.9, "lam": 0.8}
@@ -172,4 +172,4 @@ def test_with_a_critic_the_kl_in_the_reward_is_charged_at_the_token_that_causes_
     credit = assign_credit(samples, settings, looked, reward_weights={})
     np.testing.assert_allclose(credit.advantages_T[samples.mask_T], expected, atol=1e-5)
     np.testing.assert_allclose(credit.returns_T[samples.mask_T], expected, atol=1e-5)  # type: ignore[index]
-    assert credit.metrics["reward"] == pytest.approx(np.mean([row.reward for row in rows]))
+    assert metrics_of_rewards(samples)["reward"] == pytest.approx(np.mean([row.reward for row in rows]))

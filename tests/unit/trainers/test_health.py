@@ -29,9 +29,9 @@ def _tokens(seed: int, num_tokens: int, *, num_shards: int = 3) -> tuple[np.ndar
 
 
 def _measure(*arrays_T: np.ndarray, num_shards: int = 3) -> Gap:
-    meter = GapMeter(num_shards)
+    meter = GapMeter()
     meter.add(*map(torch.from_numpy, arrays_T))
-    return meter.result(_alone)
+    return meter.result(_alone, num_shards=num_shards)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 400), st.integers(1, 5))
@@ -48,11 +48,11 @@ def test_packs_and_ranks_change_nothing_of_the_plain_mean_quantile_and_k3(
         return values
 
     for rank in range(num_ranks):
-        meter = GapMeter(3)
+        meter = GapMeter()
         for pack in np.array_split(np.flatnonzero(owner_T == rank), 2):
             meter.add(*(torch.from_numpy(values[pack]) for values in arrays))
-        meter.result(send)
-    together = GapMeter(3).result(lambda values: values + sum(sent))  # a rank with nothing to do
+        meter.result(send, num_shards=3)
+    together = GapMeter().result(lambda values: values + sum(sent), num_shards=3)  # a rank with nothing to do
     assert (together.num_tokens, together.p99) == (whole.num_tokens, whole.p99)
     assert together.mean == pytest.approx(whole.mean) and together.k3 == pytest.approx(whole.k3)
     np.testing.assert_allclose(together.mean_S, whole.mean_S)

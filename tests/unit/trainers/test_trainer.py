@@ -32,7 +32,7 @@ from tests.unit.trainers.naive import (
 from trainers.data.samples import Samples
 from trainers.model.batches import Pack
 from trainers.model.model import PolicyModel
-from trainers.objective.credit import Looked, assign_credit
+from trainers.objective.credit import Looked, assign_credit, metrics_of_rewards
 from trainers.trainer import Trainer
 
 
@@ -141,7 +141,7 @@ def test_a_forked_attempt_counts_once_in_its_group(rows: list[Row]) -> None:
     settings = config_of(advantage={"kind": "grpo", "scale": "none"}).train
     credit = assign_credit(samples, settings, Looked(), reward_weights={})
     assert credit.advantages_T[samples.offsets[:-1]].tolist() == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
-    assert credit.metrics["reward"] == pytest.approx(1 / 3)
+    assert metrics_of_rewards(samples)["reward"] == pytest.approx(1 / 3)
 
 
 # Packs and mini-batches

@@ -227,3 +227,21 @@ def test_groups_begin_ahead_of_steps_that_take_a_hundredth_of_their_time_at_most
     assert is_short(step, 1, attempt_timeout=200.0) and not is_short(step, 1, attempt_timeout=199.0)
     assert is_short(step, 3, attempt_timeout=600.0) and not is_short(step, 4, attempt_timeout=600.0)
     assert not is_short({"train_seconds": 0.1}, 1, attempt_timeout=600.0), "it is not known how long it took"
+
+
+@pytest.mark.parametrize(
+    ("settings", "finished", "is_batch"),
+    [
+        ({}, 31, False),
+        ({}, 32, True),
+        ({"stream": True}, 1, False),
+        ({"stream": True}, 2, True),
+        ({"stream": True, "max_staleness": 1}, 31, False),
+    ],
+)
+def test_with_streamed_gradients_a_part_is_enough_for_a_shard(
+    settings: dict[str, object], finished: int, is_batch: bool
+):
+    quota = Quota(a_config(**{"batch_size": 32, "max_staleness": 0, **settings}))
+    quota.finished = finished
+    assert quota.is_batch is is_batch

@@ -15,8 +15,11 @@ from storage.log.claims import (
     follows_until,
     has_sampled_all,
     next_claim,
+    next_part,
     num_counted,
     owed_by,
+    smallest_part,
+    waits_for_batch,
 )
 from storage.log.entries import Claim, ClaimedGroup, GroupSummary, Quarantine, Retire
 from storage.log.run_state import RunState
@@ -269,3 +272,82 @@ def test_a_step_says_what_it_owes_to_anything_but_the_run_file(
     assert follows_until(older)[0] == (owed == NOTHING), "nobody knows of a step from before it was recorded"
     log.append(Quarantine(shard_id="s1", reason="damaged"))
     assert owed_by(log.state, claim, a_config(**RULES)) == "shard s1 was lost, and its prompts ran again"
+
+
+# Parts of a batch that is still being sampled (`train.stream`)
+
+
+def test_parts_come_first_as_they_arrived_and_the_others_in_prompt_order() -> None:
+    config = a_config(**{**RULES, "batch_size": 5}, stream=True)
+    log = a_log()
+    log.append(a_shard("s0", [a_summary(4), a_summary(3), a_summary(9, accepted=False)]))
+    first = next_part(log.state, config, [])
+    assert first is not None and (_ids(first.trained), first.parts) == (["0.task3", "0.task4"], [2])
+    assert next_part(log.state, config, [first.trained]) is None
+    assert next_claim(log.state, config, [first.trained]) is None
+    log.append(a_shard("s1", [a_summary(1)]))
+    second = next_part(log.state, config, [first.trained])
+    assert second is not None and _ids(second.trained) == ["0.task3", "0.task4", "0.task1"]
+    assert second.parts == [2, 1] and second.trained[-1].shard_id == "s1"
+    log.append(a_shard("s2", [a_summary(2), a_summary(0), a_summary(5)]))  # one more than a batch
+    parts = [first.trained, second.trained[2:]]
+    claim = next_claim(log.state, config, parts)
+    assert claim is not None and claim.parts == [2, 1, 2] and _ids(claim.filtered) == ["0.task9"]
+    assert _ids(claim.trained) == [f"0.task{number}" for number in (3, 4, 1, 0, 2)]
+    assert next_claim(log.state, config, []) == replace(claim, trained=sorted(claim.trained, key=_id)[:5], parts=[])
+
+
+def test_a_part_may_be_all_there_is_and_one_that_was_lost_is_none() -> None:
+    config = a_config(**RULES, stream=True)
+    log = a_log()
+    log.append(a_shard("s0", [a_summary(1), a_summary(0)]))
+    part = next_part(log.state, config, [])
+    assert part is not None
+    whole = next_claim(log.state, config, [part.trained])
+    assert whole is not None and whole.parts == [2]
+    log.append(Quarantine(shard_id="s0", reason="damaged"))
+    log.append(a_shard("s1", [a_summary(2), a_summary(3)]))
+    assert next_part(log.state, config, [part.trained]) is None
+    claim = next_claim(log.state, config, [part.trained])
+    assert claim is not None and (_ids(claim.trained), claim.parts) == (["0.task2", "0.task3"], [])
+
+
+def test_a_part_is_worth_a_pass_of_its_own() -> None:
+    config = a_config(**{**RULES, "batch_size": 64}, stream=True)
+    log = a_log()
+    for number in range(smallest_part(config)):
+        assert next_part(log.state, config, []) is None
+        log.append(a_shard(f"s{number}", [a_summary(number)]))
+    part = next_part(log.state, config, [])
+    assert part is not None and part.parts == [4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, ""),
+        ({"advantage": {"kind": "pass_at_k"}, "aggregation": "sequence_mean"}, ""),
+        ({"max_staleness": 1}, "whole batch is trained while"),
+        ({"share": "phases"}, "take turns"),
+        ({"reproducible": True}, "depends on the moment"),
+        ({"rollout": {"schedule": "fixed"}}, "depends on the moment"),
+        (DYNAMIC, "when all have ended"),
+        ({"steps_per_update": 2}, "several steps"),
+        ({"num_minibatches": 2}, "several updates"),
+        ({"num_epochs": 2}, "several updates"),
+        ({"advantage": {"kind": "reinforce++"}}, "relative to the whole batch"),
+        ({"advantage": {"kind": "gae"}}, "relative to the whole batch"),
+        ({"advantage": {"per_reward": True}}, "relative to the whole batch"),
+        ({"advantage": {"scale": "batch"}}, "deviation of the whole batch"),
+        ({"top_entropy_fraction": 0.5}, "which tokens"),
+        ({"loss": {"kind": "custom", "path": "a:b"}}, "a loss of your own"),
+    ],
+    ids=str,
+)
+def test_what_needs_the_batch_waits_for_it(settings: dict[str, Any], reason: str) -> None:
+    waits = waits_for_batch(a_config(**{"max_staleness": 0, "stream": True, **settings}))
+    assert reason in waits and bool(waits) == bool(reason)
+
+
+def _id(group: ClaimedGroup) -> str:
+    return group.group_id
