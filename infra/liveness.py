@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -134,13 +134,17 @@ class Watch:
 def _below(driver: psutil.Process) -> list[psutil.Process]:
     """Ray's processes, workers, their engines and Prefect's server; not what agents and rewards run, which has time
     limits of its own and may stop and wake its own children."""
-    found = []
-    for child in driver.children():
-        found.append(child)
+    children: defaultdict[int, list[psutil.Process]] = defaultdict(list)
+    for process in driver.children(recursive=True):  # each call reads the parents of all processes of the machine
         with contextlib.suppress(psutil.Error):
-            for worker in child.children():
-                found.append(worker)
-                found += [each for each in worker.children() if each.name().startswith("VLLM")]
+            children[process.ppid()].append(process)
+    found = []
+    for child in children[driver.pid]:
+        found.append(child)
+        for worker in children[child.pid]:
+            found.append(worker)
+            with contextlib.suppress(psutil.Error):
+                found += [each for each in children[worker.pid] if each.name().startswith("VLLM")]
     return found
 
 
