@@ -173,7 +173,9 @@ def _restrict_files(folder: Path) -> list[str]:
     tcp, scopes = _TCP_BY_VERSION_4 * (version >= 4), _SCOPES_BY_VERSION_6 * (version >= 6)
     handled = struct.pack("QQQ", rights, tcp, scopes)  # an older kernel takes what is longer if the rest is zero
     rules = _LIBC.syscall(_LANDLOCK_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
-    readable = [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"]
+    # Of an environment its libraries alone: beside them may be a `pip.conf` with the password of an index.
+    libraries = [f"{prefix}/{name}" for prefix in (sys.prefix, sys.base_prefix) for name in ("lib", "lib64")]
+    readable = [*libraries, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"]
     for path in [*readable, "/dev/zero", "/dev/urandom"]:
         _allow(rules, Path(path), _READ_FILE | _READ_DIR)
     _allow(rules, Path("/dev/null"), _READ_FILE | _WRITE_FILE)

@@ -76,7 +76,7 @@ def test_what_is_none_of_its_business_is_refused(tmp_path: Path):
         *("open(f'/proc/{os.getppid()}/environ')", "os.listdir('/')", "os.remove('/etc/hostname')"),
         *("os.chmod('/', 0o777)", "os.chown('/', 1, 1)", "os.truncate('/etc/hostname', 0)", "os.utime('/')"),
         *("os.mknod('device', 0o20600, 259)", f"open('{precious}', 'w')", f"open('{precious}')"),
-        f"os.remove('{precious}')",
+        *(f"os.remove('{precious}')", f"open('{sys.prefix}/pyvenv.cfg')", f"os.listdir('{sys.prefix}')"),
     ]
     errors = _errors(tmp_path, *statements)
     assert dict(zip(statements, errors, strict=True)) == dict.fromkeys(statements, "PermissionError")
@@ -135,7 +135,7 @@ for call in CALLS:
 @pytest.mark.parametrize("version", [1, 2, 4, 6])
 def test_an_older_landlock_leaves_no_gap(tmp_path: Path, version: int):
     """This kernel restricts what a kernel of that version can; the filter of calls does the rest."""
-    (readable := tmp_path / "python").mkdir()
+    (readable := tmp_path / "python/lib").mkdir(parents=True)
     (module := readable / "module.py").write_text("x = 1")
     victim = subprocess.Popen(["sleep", "60"])
     code = f"""
@@ -144,7 +144,7 @@ from pathlib import Path
 from rollouts.sandbox import sandbox_rules
 version = min({version}, sandbox_rules.landlock_version())
 sandbox_rules.landlock_version = lambda: version
-sys.base_prefix = {str(readable)!r}
+sys.base_prefix = {str(readable.parent)!r}
 folder = tempfile.mkdtemp(dir={str(tmp_path)!r})
 pipe = os.pipe()
 if {version} >= 6:

@@ -1,0 +1,62 @@
+"""A disk that fills while a run trains: one sentence with the place, a status of its own, and the run goes on later."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from storage.log.run_log import RunLog
+from storage.objects.object_store import LocalStore
+from tests.chaos.outcomes import check_trained_once
+from tests.conftest import MILLRACE, PROJECT, SCRIPTED, Home
+
+STEPS = 30
+_PRIVATE = ["unshare", "--map-root-user", "--mount"]
+PLACES = ("store", "state", "tmp")
+
+
+def _can_mount() -> bool:
+    return shutil.which("unshare") is not None and not subprocess.run([*_PRIVATE, "true"], check=False).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _can_mount(), reason="this kernel gives no user namespaces")
+@pytest.mark.parametrize("left", [0, 3_000_000])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_on_a_full_disk_says_so_and_goes_on_when_there_is_room(
+    home: Home, base_model: Path, tmp_path: Path, place: str, left: int
+) -> None:
+    folder = tmp_path / "disks"
+    for name in PLACES:
+        (folder / name).mkdir(parents=True)
+    of_home = {"MILLRACE_HOME": str(folder / "state"), "PREFECT_HOME": str(folder / "state/prefect")}
+    places = {"MILLRACE_STORE": str(folder / "store"), "TMPDIR": str(folder / "tmp"), "MILLRACE_MIN_FREE_GB": "0"}
+    settings = [f"model={base_model}", f"steps={STEPS}", "evaluation.every=0", "train.checkpoint_every=1"]
+    command = [str(MILLRACE), "train", str(SCRIPTED), *settings]
+    done = subprocess.run(
+        [*_PRIVATE, sys.executable, "-m", "tests.flows.small_disk", str(folder), place, str(left), *command],
+        env={**home.environment, **of_home, **places},
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        timeout=700,
+    )
+    assert not done.returncode, done.stderr
+    ends = json.loads(done.stdout)
+    status, said = ends["first"]
+    if status:  # with 3 MB left a small run may come to its end
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert status == errno.ENOSPC and len(errors) == 1, said
+        assert str(folder / place) in errors[0] and " full: " in errors[0], said
+        assert "Nothing that was committed is lost: the same command continues" in errors[0], said
+        assert "Traceback" not in said, said
+    else:
+        assert left or place == "tmp", f"it wrote nothing to {place}?\n{said}"
+    assert ends["second"][0] == 0, ends["second"][1]
+    check_trained_once(RunLog(LocalStore(folder / "copy"), "scripted").refresh(), steps=STEPS)
