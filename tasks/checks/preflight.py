@@ -44,6 +44,7 @@ from storage.policies.model_config import EXPERTS, model_config, num_positions
 from storage.records import Task
 from storage.tracking.trackers import check_trackers
 from tasks.checks.gpu_share import check_share
+from tasks.checks.learning_rate import unusual_learning_rate
 from tasks.checks.machine import for_this_machine
 from tasks.checks.memory_plan import check_memory
 from tasks.checks.playing import errors_of_users
@@ -118,6 +119,8 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
         for split, members in tasks.items():
             task_set(state, members, run=config.run, split=split, adopt=adopt_tasks)
     check_batch(config, len(tasks["train"]), is_new=is_new)
+    if problem := unusual_learning_rate(config):
+        logger.warning(problem)
     try:
         check_tracking(tracking_uri(config.tracking.uri))
         check_trackers(config.tracking.also)
@@ -125,7 +128,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
         if is_new:
             raise
         logger.warning("%s; run %s goes on, and its log keeps everything for later", error, config.run)
-    play_tasks(loaded, tasks, config)
+    play_tasks(loaded, tasks, config, positions=model_positions(config))
     if config.reproducible:
         check_repeats(loaded, tasks, config)
     if config.dataset and type(loaded).__init__ is Workflow.__init__ and not loaded.dataset_was_read:
@@ -159,6 +162,12 @@ def load_workflow(config: RunConfig) -> Workflow:
     for name in ("tasks", "run"):
         if getattr(workflow_class, name) is getattr(Workflow, name):
             raise InvalidInput(f"{config.workflow} has no {name}(); write it")
+    for name in ("tasks", "demonstrations", "reference_reply", "accept"):
+        method = inspect.unwrap(getattr(loaded, name))
+        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+            raise InvalidInput(
+                f"{config.workflow}.{name} is awaited by nothing: write `def {name}`, at {place_of(method)}"
+            )
     for name in ("run", "run_agent", "score", "score_group", "close"):
         method = getattr(loaded, name, None)
         if method is not None and not inspect.iscoroutinefunction(inspect.unwrap(method)):
