@@ -153,7 +153,8 @@ _BODIES: dict[str, msgspec.json.Decoder[Any]] = {
 def encode_entry(body: Entry, *, number: int, written_at: float) -> bytes:
     """An entry's document, with the bytes that Python's `json` writes: every version writes the same."""
     later = {each.name for each in fields(body) if each.metadata.get("later")}
-    values = {name: value for name, value in to_json(body).items() if value or name not in later}
+    plain = to_json(body)  # a temperature of 0 is not empty
+    values = {name: value for name, value in plain.items() if value or name not in later or type(value) is float}
     document = {"number": number, "kind": _KINDS[type(body)], "written_at": written_at, "body": values}
     return json.dumps(document, separators=(",", ":")).encode()
 
