@@ -10,8 +10,10 @@ import inspect
 import json
 import logging
 import math
+import operator
 import os
 import socket
+import time
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -57,6 +59,8 @@ from trainers.model.weight_index import check_kind, check_model_folder
 logger = logging.getLogger("millrace.preflight")
 
 SECONDS_TO_ANSWER = 5.0
+_SECONDS_FOR_TASKS = 2.0
+"""Tasks that take no longer to make are made twice."""
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
@@ -121,6 +125,8 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     check_batch(config, len(tasks["train"]), is_new=is_new)
     if problem := unusual_learning_rate(config):
         logger.warning(problem)
+    if config.evaluation.split == "train" and config.evaluation.every:
+        logger.warning("evaluation.split = 'train': the held-out score is one of tasks that are trained on")
     try:
         check_tracking(tracking_uri(config.tracking.uri))
         check_trackers(config.tracking.also)
@@ -184,17 +190,23 @@ def load_tasks(workflow: Workflow, config: RunConfig) -> dict[str, Sequence[Task
     """The run's tasks by split. Raises `InvalidInput` for a split that has none, or wrong ones."""
     tasks = {}
     for split in dict.fromkeys(["train", config.evaluation.split]):
+        began = time.monotonic()
         with errors_of_users(f"{config.workflow} has no split {split!r}, or cannot make its tasks", workflow.tasks):
             members = workflow.tasks(split)
+            is_quick = time.monotonic() - began < _SECONDS_FOR_TASKS
+            again = workflow.tasks(split) if is_quick else members
         where = place_of(workflow.tasks)
         if not hasattr(members, "__len__") or not hasattr(members, "__getitem__") or isinstance(members, str | dict):
             what = f"{config.workflow}.tasks({split!r}) returned {type(members).__name__}"
             raise InvalidInput(f"{what}; return a list of Task, at {where}")
-        if not members:
+        if len(members) == 0:  # arrays have no truth value
             raise InvalidInput(
                 f"{config.workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`"
             )
         check_tasks(members, split, where=where)
+        if not (len(again) == len(members) and all(map(operator.eq, again, members))):
+            what = f"{config.workflow}.tasks({split!r}) returns other tasks each time, and every process calls it"
+            raise InvalidInput(f"{what}; draw from random.Random(0), sort folders and sets, at {where}")
         tasks[split] = members
     return tasks
 

@@ -1,6 +1,7 @@
 """Tasks played in seconds on a scripted engine, before anything heavy starts.
 
     check_tasks        ids, prompts and answers are text, and ids differ
+    check_demonstrations  they have replies, and the characters of the prompts
     check_splits       no held-out task is trained on, and no answer is missing among others
     play_tasks         two tasks per split ─▶ run ─▶ a score, or the user's error: every start does it;
                        turns as the workflow takes them ─▶ the model's chat template ─▶ a prompt;
@@ -31,6 +32,7 @@ from rollouts.rewards.scoring import RewardFailed, RewardTimeout
 from rollouts.workflow import Workflow, WrongWorkflow, place_of
 from settings.errors import InvalidInput, counted, failure_text
 from settings.run_file import RunConfig
+from settings.warmup import DEMONSTRATIONS, TINY_POSITIONS
 from storage.records import Message, Task
 from tasks.checks.playing import (
     Outcome,
@@ -53,9 +55,12 @@ _COUNTED = 200
 """The longest prompts of a split, whose tokens are counted."""
 _MARKS = 2
 """Tokens of the tiny model's template: whose turn it is."""
+_MOST_CHARACTERS = 10
 _SECONDS = 10.0
 """A task that takes longer is passed over at a start."""
-_NEVER = re.compile(r"\A[^ ]+: (?:\w+\.)*(?:InvalidInput|SandboxUnavailable)\b")
+_NEVER = re.compile(
+    r"\A[^ ]+: (?:(?:\w+\.)*(?:InvalidInput|SandboxUnavailable)\b|TypeError: \w+\(\) (?:missing|takes) \d+ )"
+)
 """How errors of a reward process begin that are no reply's fault."""
 
 
@@ -67,6 +72,8 @@ def check_tasks(tasks: Sequence[Task], split: str, *, where: str) -> None:
     for task in tasks:
         if not isinstance(task, Task):
             raise InvalidInput(f"tasks({split!r}) has a {type(task).__name__}, not a Task, at {where}")
+        if isinstance(task.id, str) and not (task.id and task.id.isprintable()):
+            raise InvalidInput(f"task id {task.id!r} of split {split!r}: an id is text that can be printed, at {where}")
         for name in ("id", "prompt", "answer"):
             if not isinstance(value := getattr(task, name), str):
                 fix = "build messages in `run`" if name == "prompt" else f"use str({name})"
@@ -107,6 +114,34 @@ def check_splits(tasks: Mapping[str, Sequence[Task]]) -> None:
             )
 
 
+def check_demonstrations(workflow: Workflow, tasks: Mapping[str, Sequence[Task]]) -> None:
+    """What the tiny model learns from: warn of conversations that are longer than it, and of characters of prompts that
+    none has. Raises `InvalidInput` for conversations without a reply."""
+    with errors_of_users("demonstrations(200, seed=0), which returns lists of Message", workflow.demonstrations):
+        chats = workflow.demonstrations(200, seed=0)
+        lengths = [sum(len(message.content.encode()) + 1 for message in chat) for chat in chats]
+        replies = [sum(message.role == "assistant" for message in chat) for chat in chats]
+        seen = {character for chat in chats for message in chat for character in message.content}
+        unseen = {character for members in tasks.values() for task in members for character in task.prompt} - seen
+        if unseen:  # a character may be rare
+            for chat in workflow.demonstrations(DEMONSTRATIONS, seed=0):
+                unseen -= {character for message in chat for character in message.content}
+    if missing := replies.count(0):
+        what = f"{counted(missing, 'conversation')} of demonstrations(200, seed=0) without an assistant's message"
+        raise InvalidInput(f"{what}: replies are what is learnt, at {place_of(workflow.demonstrations)}")
+    if max(lengths) > TINY_POSITIONS:
+        logger.warning(
+            "a conversation of demonstrations() has %d tokens, and the tiny model has %d positions: it cannot say all",
+            max(lengths),
+            TINY_POSITIONS,
+        )
+    if unseen:
+        logger.warning(
+            "prompts have characters that no demonstration has, and the tiny model's tokenizer leaves them out: %s",
+            " ".join(map(repr, sorted(unseen)[:_MOST_CHARACTERS])),
+        )
+
+
 def _content(task: Task) -> tuple[str, str, str]:
     return task.prompt, task.answer, json.dumps(task.metadata, sort_keys=True)
 
@@ -127,8 +162,10 @@ def play_tasks(
     raised, the others are warnings: the policy may say anything, and such attempts are `env_error`.
     """
     check_splits(tasks)
-    first = first_tasks(tasks, _PLAYED)
-    outcomes = attempts_at(first, workflow, config, known_replies(workflow), seconds=_SECONDS)
+    first, replies = first_tasks(tasks, _PLAYED), known_replies(workflow)
+    if not config.model:
+        check_demonstrations(workflow, tasks)
+    outcomes = attempts_at(first, workflow, config, replies, seconds=_SECONDS)
     for (split, task), outcome in zip(first, outcomes, strict=True):
         error = outcome.error
         if error is None or isinstance(error, Unknown):  # what calls tools is left to `check_references`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from tests.builders import a_config
 from tests.unit.rollouts.chat.template_families import byte_tokenizer, tokenizer_of
 
 _WORKFLOW = """
-from millrace import Message, Score, Task, Workflow, score
+from millrace import Message, Score, Task, Workflow, score; from string import printable as SEEN
 
 def broken(reply):
     return {}[reply]
@@ -36,7 +38,7 @@ class Mine(Workflow):
         return [Task(id=f"{split}-{n}", prompt="7?", answer="7") for n in range(3)]
 
     def demonstrations(self, count, seed):
-        return [[Message(role="user", content="7?"), Message(role="assistant", content="7")]] * count
+        return [[Message(role="user", content=x), Message(role="assistant", content="7")] for x in ("7?", SEEN)]
 
 """
 
@@ -130,6 +132,38 @@ _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1
             InvalidInput,
             "the prompts of split 'train' leave no room for a reply: task 'train-0' asks with 260 tokens, and prompt "
             "and replies have 256; shorten the prompts, or choose a model with more positions",
+        ),
+        (
+            "def tasks(self, split):\n    import random\n    return [Task(id=f'{random.random()}', prompt='7?')]\n"
+            + _ASKS,
+            InvalidInput,
+            r"Mine.tasks\('train'\) returns other tasks each time, and every process calls it; .*mine\.py:14",
+        ),
+        (
+            "def tasks(self, split):\n    exit('no data')\n" + _ASKS,
+            InvalidInput,
+            "ends with SystemExit.'no data'.; .*:14",
+        ),
+        (
+            "def tasks(self, split):\n    return [Task(id='a\\nb', prompt='7?')]\n" + _ASKS,
+            InvalidInput,
+            r"task id 'a\\nb' of split 'train': an id is text that can be printed, at .*mine\.py:14",
+        ),
+        (
+            "def demonstrations(self, count, seed):\n    return [[Message(role='user', content='7?')]] * 9\n" + _ASKS,
+            InvalidInput,
+            r"9 conversations of demonstrations\(200, seed=0\) without an assistant's message: replies .*mine\.py:14",
+        ),
+        (
+            "async def run(self, task, chat):\n    return await score('exact', await chat.ask('p'), '7')",
+            InvalidInput,
+            r"score\(\) takes a reward function first, and then its arguments, not 'exact'",
+        ),
+        (
+            "async def run(self, task, chat):\n    from millrace import exact\n"
+            "    return await score(exact, await chat.ask('p'))",
+            InvalidInput,
+            r"played before .*TypeError: exact\(\) missing 1 required positional argument: 'answer'",
         ),
         *(
             (
@@ -263,7 +297,8 @@ def test_an_error_that_another_reply_might_not_cause_is_a_warning(
     with caplog.at_level(logging.WARNING, "millrace.preflight"):
         _check(
             tmp_path,
-            "def demonstrations(self, count, seed):\n    return [[Message(role='user', content='?')]]\n"
+            "def demonstrations(self, count, seed):\n"
+            "    return [[Message(role='user', content='?'), Message(role='assistant', content='7')]]\n"
             "async def run(self, task, chat):\n    reply = await chat.ask(task.prompt)\n    return int(reply[:-2])",
         )
     assert "tried with a made-up reply: ValueError" in caplog.text
@@ -295,6 +330,10 @@ def test_an_error_that_another_reply_might_not_cause_is_a_warning(
             "Task(id=f'{split}-{n}', prompt=f'{split} {n}' * (1 + n * 9), answer='7')",
             "1 of 5 tasks ('train-4') of split 'train' leave no room for a reply: task 'train-4' asks with ",
         ),
+        (
+            "Task(id=f'{split}-{n}', prompt=f'{split} ë{n}', answer='7')",
+            "the tiny model's tokenizer leaves them out: 'ë'",
+        ),
     ],
 )
 def test_what_is_wrong_with_some_tasks_is_a_warning_with_their_number(
@@ -308,6 +347,28 @@ def test_what_is_wrong_with_some_tasks_is_a_warning_with_their_number(
         )
     found = [message for message in caplog.messages if "isolate" not in message]
     assert (sentence in "\n".join(found)) if sentence else not found
+
+
+def test_a_demonstration_longer_than_the_tiny_model_and_a_held_out_score_of_training_tasks_are_warnings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = "[[Message(role='user', content=SEEN), Message(role='assistant', content='7' * 300)]]"
+    with caplog.at_level(logging.WARNING, "millrace.preflight"):
+        _check(
+            tmp_path,
+            f"def demonstrations(self, count, seed):\n    return {long}\n{_ASKS}",
+            evaluation={"split": "train"},
+        )
+    assert "has 402 tokens, and the tiny model has 256 positions" in caplog.text
+    assert "evaluation.split = 'train': the held-out score is one of tasks that are trained on" in caplog.text
+
+
+def test_an_error_is_followed_by_no_warning_of_a_coroutine_that_was_not_awaited(tmp_path: Path) -> None:
+    body = "reply = chat.ask('p')\n    return float(len(reply))"
+    with pytest.raises(InvalidInput, match="object of type 'coroutine' has no len"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _check(tmp_path, f"async def run(self, task, chat):\n    {body}")
+    gc.collect()
 
 
 @pytest.mark.parametrize(("rate", "side"), [(5.0, "above"), (5e-4, ""), (1e-6, "below")])
