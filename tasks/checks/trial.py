@@ -30,7 +30,7 @@ from rollouts.chat.tools import ToolUnavailable
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardFailed, RewardTimeout
 from rollouts.workflow import Workflow, WrongWorkflow, place_of
-from settings.errors import InvalidInput, counted, failure_text
+from settings.errors import InvalidInput, counted, failure_text, has_users_frames
 from settings.run_file import RunConfig
 from settings.warmup import DEMONSTRATIONS, TINY_POSITIONS
 from storage.records import Message, Task
@@ -173,6 +173,8 @@ def play_tasks(
         is_bug = outcome.is_known and not _is_of_a_server(error)
         if isinstance(error, WrongWorkflow) or _is_certain(error) or is_bug:
             what = f"task {task.id!r} of split {split!r}, played before anything was started"
+            if isinstance(error, InvalidInput) and has_users_frames(error):  # what our functions refuse, with its place
+                raise InvalidInput(f"{what}: {failure_text(error)}") from error
             with errors_of_users(what, users_method(workflow)):
                 raise error
         logger.warning("task %r of split %r, tried with a made-up reply: %s", task.id, split, failure_text(error))

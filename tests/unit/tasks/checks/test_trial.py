@@ -157,7 +157,7 @@ _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1
         (
             "async def run(self, task, chat):\n    return await score('exact', await chat.ask('p'), '7')",
             InvalidInput,
-            r"score\(\) takes a reward function first, and then its arguments, not 'exact'",
+            r"score\(\) takes a reward function first, and then its arguments, not 'exact'\n  at .*mine\.py:15 in run",
         ),
         (
             "async def run(self, task, chat):\n    from millrace import exact\n"
