@@ -10,7 +10,6 @@ import inspect
 import json
 import logging
 import math
-import operator
 import os
 import socket
 import time
@@ -204,7 +203,9 @@ def load_tasks(workflow: Workflow, config: RunConfig) -> dict[str, Sequence[Task
                 f"{config.workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`"
             )
         check_tasks(members, split, where=where)
-        if not (len(again) == len(members) and all(map(operator.eq, again, members))):
+        if len(again) != len(members) or any(
+            repr(one) != repr(other) for one, other in zip(again, members, strict=True)
+        ):
             what = f"{config.workflow}.tasks({split!r}) returns other tasks each time, and every process calls it"
             raise InvalidInput(f"{what}; draw from random.Random(0), sort folders and sets, at {where}")
         tasks[split] = members
