@@ -27,6 +27,7 @@ from cli.run.replay import replay
 from cli.run.rescore import rescore
 from cli.run.rollout import once, produce
 from cli.run.train import train
+from cli.terminal.arguments import Command
 from cli.terminal.errors import explained
 from cli.traj.diff import diff
 from cli.traj.export import export as export_trajectories
@@ -120,9 +121,8 @@ def main(
 def _add(to: typer.Typer, command: Callable[..., None], example: str, *, panel: str | None = None) -> None:
     named = {evaluate: "eval", runs_diff: "diff"}.get(command)
     context = {**_NAMES, "ignore_unknown_options": command is train}  # which has a better word for `--steps 5`
-    to.command(named, context_settings=context, epilog=f"Example: millrace {example}", rich_help_panel=panel)(
-        explained()(command)
-    )
+    epilog = f"Example: millrace {example}"
+    to.command(named, cls=Command, context_settings=context, epilog=epilog, rich_help_panel=panel)(explained()(command))
 
 
 for title, members in COMMANDS.items():

@@ -30,7 +30,7 @@ from settings.tracking import TrackingSettings
 from tasks.base_model import provide_base_model
 from tasks.checks.preflight import CHECKED, check_run
 from tasks.control import listening, resumed
-from tasks.evaluation import try_gate
+from tasks.evaluation import is_evaluated, try_gate, warn_of_a_fall
 from tasks.mirror import track
 from tasks.prefect.run_page import announce
 from tasks.rollout import evaluate_policy, produce, publish_policy, start_rollout_worker
@@ -206,19 +206,20 @@ async def publish_newest(session: RunSession, config: RunConfig) -> None:
 
 
 def evaluation_is_missing(session: RunSession, config: RunConfig) -> bool:
-    """Whether the live policy is to be evaluated, and has no score on the run's own split in the log.
+    """Whether the live policy is to be evaluated, and has no evaluation of the run's own in the log.
 
     That is before the first step, every `evaluation.every` steps, and after the last one.
     """
-    state, every, split = session.log.state, config.evaluation.every, config.evaluation.split
+    state, every = session.log.state, config.evaluation.every
     is_due = every > 0 and (state.step % every == 0 or state.step == config.steps)
-    return is_due and state.newest_version not in {each.version for each in state.evaluations_of(split)}
+    return is_due and not is_evaluated(state, config.evaluation)
 
 
 async def evaluate_if_due(session: RunSession, config: RunConfig) -> None:
-    """Evaluate the live policy unless its score on the run's own split is in the log already."""
+    """Evaluate the live policy unless its own evaluation is in the log already; warn if its score has fallen."""
     await resumed(session)
     if evaluation_is_missing(session, config):
         version = session.log.state.newest_version
         evaluation = await evaluate_policy(session, version=version, settings=config.evaluation)
+        warn_of_a_fall(session.log, config.evaluation)
         try_gate(session.log, evaluation, min_score=config.evaluation.gate_score, max_gap=config.gate_gap)

@@ -8,6 +8,8 @@ from settings.block import Block
 
 TINY_POSITIONS = 256
 """Longest sequence of the tiny model, in tokens."""
+DEMONSTRATIONS = 50_000
+"""Conversations that it learns from."""
 
 
 class WarmupSettings(Block):

@@ -14,6 +14,7 @@ from prefect import task
 from infra.environment import cache_folder
 from infra.user_code import load_object
 from settings.run_file import RunConfig
+from settings.warmup import DEMONSTRATIONS
 from storage.log.entries import Policy
 from storage.objects.digests import DIGEST_FILE, DigestMismatch, read_seal, sha256_of_json, verify_folder
 from storage.objects.object_store import ObjectStore
@@ -23,8 +24,6 @@ from tasks.session import RunSession
 from trainers.model.fetch import GGUF, fetch_model
 
 logger = logging.getLogger("millrace.base_model")
-
-DEMONSTRATIONS = 50_000
 
 
 @task(name="base-model", retries=1, persist_result=False)

@@ -10,6 +10,8 @@ alias in the log. `tasks/prefect/notifications.py` may make a notification of th
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from infra.user_code import load_object
@@ -19,11 +21,15 @@ from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation
 from storage.log.promotion import CHAMPION, NotPromoted, failure_of, pass_gate
 from storage.log.run_log import RunLog
-from storage.log.runs import find_policy, local_config
+from storage.log.run_state import RunState
+from storage.log.runs import find_policy, local_config, own_evaluations, own_scores
 from tasks.prefect.run_page import announce
 from tasks.session import run_log
 
 logger = logging.getLogger("millrace.evaluation")
+
+_STANDARD_ERRORS = 3
+"""By so many a score falls that is no noise."""
 
 
 class EvaluationFailed(UserError):
@@ -63,6 +69,37 @@ def raise_if_failed(evaluation: Evaluation) -> None:
     """Raise `EvaluationFailed` where every attempt failed. The entry stays in the log, and nothing takes its score."""
     if problem := failure_of(evaluation):
         raise EvaluationFailed(problem)
+
+
+def is_evaluated(state: RunState, settings: EvaluationSettings) -> bool:
+    """Whether the live policy has an evaluation of the run's own, which has these settings."""
+    return state.newest_version in {each.version for each in own_evaluations(state, settings.model_dump())}
+
+
+def warn_of_a_fall(log: RunLog, settings: EvaluationSettings) -> None:
+    """Warn if the run's newest score has fallen, see `score_fell`."""
+    if problem := score_fell(own_scores(log, {"evaluation": settings.model_dump()})):
+        logger.warning(problem)
+
+
+def score_fell(scores: Sequence[Evaluation]) -> str:
+    """A sentence if the newest score is more than three standard errors of the difference below the best before it,
+    and the one before was not; else nothing. `scores` are by policy version."""
+
+    def best_above(scores: Sequence[Evaluation]) -> Evaluation | None:
+        *before, newest = scores
+        best = max(before, key=lambda each: each.score, default=newest)
+        noise = math.hypot(best.standard_error or 0.0, newest.standard_error or 0.0)
+        return best if best.score - newest.score > _STANDARD_ERRORS * noise else None
+
+    if len(scores) < 2 or (best := best_above(scores)) is None or best_above(scores[:-1]) is not None:
+        return ""
+    newest = scores[-1]
+    return (
+        f"the held-out score has fallen from {best.score:.3f} (policy {best.version}) to {newest.score:.3f} (policy "
+        f"{newest.version}), by more than {_STANDARD_ERRORS} standard errors: a lower learning_rate or train.kl may "
+        "hold the policy; the worst attempts tell more"
+    )
 
 
 def try_gate(log: RunLog, evaluation: Evaluation, *, min_score: float | None, max_gap: float) -> list[str] | None:

@@ -57,7 +57,7 @@ class GapTooLarge(RefusedShards):
             )
         return (
             f"{gap}: the engine that sampled it held other weights than its policy version says, or computes the model "
-            "differently"
+            "differently, or a step since then has moved the policy that far"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ def split_wait(waited: float, shards: Iterable[Shard], *, num_producers: int) ->
     explained = min(waited, max(busy.values(), default=0.0))
     parts = {f"{phase}_seconds": explained * done[phase] / together if together else 0.0 for phase in PRODUCING}
     mean = together / max(1, num_producers, len(busy))
-    return {**parts, "wait_seconds": max(0.0, waited - sum(parts.values())), "rollout_seconds": mean}
+    return {**parts, "wait_seconds": max(0.0, waited - explained), "rollout_seconds": mean}
 
 
 def time_budget(phases: Mapping[str, float], *, wall_seconds: float) -> dict[str, float]:

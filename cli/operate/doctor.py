@@ -283,11 +283,11 @@ def check_won(config: RunConfig | None) -> Finding:
     if config is None:
         return Finding("no run file given: nothing to play")
     from rollouts.workflow import Workflow
-    from tasks.checks.preflight import load_tasks, load_workflow
+    from tasks.checks.preflight import load_tasks, load_workflow, model_positions
     from tasks.checks.trial import check_references, play_tasks
 
     workflow = load_workflow(config)
-    play_tasks(workflow, tasks := load_tasks(workflow, config), config)
+    play_tasks(workflow, tasks := load_tasks(workflow, config), config, positions=model_positions(config))
     if type(workflow).reference_reply is Workflow.reference_reply:
         return Finding("the first tasks of each split were played; the workflow has no reference_reply")
     count = check_references(workflow, tasks, config)

@@ -9,7 +9,7 @@ import os
 
 import typer
 
-from cli.terminal.console import open_console
+from cli.terminal.console import open_console, working
 from settings.errors import path_errors
 from settings.places.hints import command, program
 from settings.places.state_folder import home
@@ -31,10 +31,10 @@ def up() -> None:
         check_destination(destination)
     with path_errors(f"MILLRACE_HOME {home()}"):
         home().mkdir(parents=True, exist_ok=True)
-    with console.status("starting") as status:
-        services = start_services(home(), announce=status.update)
+    with working("starting") as announce:
+        services = start_services(home(), announce=announce)
         api = f"{services['prefect'].url}/api"
-        status.update("looking for flow runs whose process is gone")
+        announce("looking for flow runs whose process is gone")
         with temporary_settings({PREFECT_API_URL: api}):  # no flow run without a process stays Running
             lost = asyncio.run(crash_lost_flow_runs())
     if lost:

@@ -20,7 +20,7 @@ from settings.redaction import without_secrets
 from settings.run_file import RunConfig, default_values
 from storage.log.runs import continues, open_run
 from storage.objects.opening import open_store
-from tasks.checks.learning_rate import SOURCES, num_parameters, usual_learning_rates
+from tasks.checks.learning_rate import num_parameters, usual_learning_rates
 from tasks.checks.machine import precision_text
 from tasks.checks.memory_plan import memory_plan
 from tasks.checks.preflight import about_model, check_run, model_positions
@@ -119,12 +119,6 @@ def print_values(values: dict[str, Any], console: Console) -> None:
         name = key.removesuffix("_bytes").replace("_", " ")
         table.add_row(f"[dim]{name}[/]", escape(_shown(key, value)))
     console.print(table)
-    if (usual := values["usual_learning_rate"]) and not usual[0] <= values["learning_rate"] <= usual[1]:
-        side = "below" if values["learning_rate"] < usual[0] else "above"
-        console.print(
-            f"learning_rate = {values['learning_rate']:g} is {side} what is usual for this size and kind, "
-            f"{usual[0]:g} to {usual[1]:g} ({SOURCES})"
-        )
     for name, device in (values["devices"] or {}).items():
         taken = (
             f", {size(device['total'] - device['free'])} taken by others" if device["free"] < device["total"] else ""

@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.arguments import StoreOption, open_named
-from cli.terminal.console import open_console
+from cli.terminal.console import open_console, working
 from cli.terminal.formatting import number
 from settings.errors import counted
 
 if TYPE_CHECKING:
+    from settings.run_file import RunConfig
     from storage.log.run_log import RunLog
     from storage.records import RolloutGroup, Trajectory
 
@@ -52,10 +53,15 @@ def once(
     """Attempt a run's first prompts once with its live policy and show everything; nothing is committed."""
     import asyncio
 
+    from settings.run_file import make_config
+    from storage.log.runs import local_config
+
     console = open_console()
     log = open_named(run, store)
-    with console.status("starting the inference engine"):
-        groups = asyncio.run(_attempt(log, num_prompts=n))
+    config = make_config(local_config(log), source=f"run {run}")
+    prompts = f"{counted(n, 'prompt')} of run {run}, {counted(config.n_samples, 'attempt')} each"
+    with working(f"starting the inference engine, then {prompts}"):
+        groups = asyncio.run(_attempt(log, config, num_prompts=n))
     for group in groups:
         verdict = "accepted" if group.accepted else f"rejected: {group.reject_reason}"
         console.print(f"[bold]{escape(group.id)}[/]  {len(group.usable)} of {group.expected} usable, {escape(verdict)}")
@@ -65,7 +71,7 @@ def once(
     console.print(f"{accepted} of {counted(len(groups), 'group')} accepted; nothing was committed")
 
 
-async def _attempt(log: RunLog, *, num_prompts: int) -> list[RolloutGroup]:
+async def _attempt(log: RunLog, config: RunConfig, *, num_prompts: int) -> list[RolloutGroup]:
     """Attempt the run's first prompts with its live policy, on an engine of its own; commits nothing.
 
     What the engine and its libraries print goes to a log file; if something fails, its path is printed.
@@ -74,10 +80,7 @@ async def _attempt(log: RunLog, *, num_prompts: int) -> list[RolloutGroup]:
     from infra.cluster import Cluster
     from infra.environment import cache_folder, code_version
     from settings.places.state_folder import home
-    from settings.run_file import make_config
-    from storage.log.runs import local_config
 
-    config = make_config(local_config(log), source=f"run {log.run_id}")
     gpus = config.engine.num_gpus
     folder = home() / "logs" / log.run_id
     async with contextlib.AsyncExitStack() as stack:

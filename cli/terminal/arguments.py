@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from settings.errors import InvalidInput, path_errors
 
@@ -23,6 +24,25 @@ AdoptOption = Annotated[bool, typer.Option("--adopt-tasks", help="Go on although
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 TrackingOption = Annotated[str, typer.Option(help="MLflow; by default $MILLRACE_TRACKING, else .millrace's.")]
 WhereOption = Annotated[str, typer.Option(help='Only those that satisfy this SQL: "reward < 1 and num_turns > 2".')]
+
+
+class Command(TyperCommand):
+    """A command that says of a word too many what it takes instead."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        ctx.allow_extra_args = True
+        words = super().parse_args(ctx, args)
+        if ctx.args and not ctx.resilient_parsing:
+            options = [param.opts[0] for param in self.params if param.opts[0].startswith("--")]
+            key, separator, value = ctx.args[0].partition("=")
+            option = f"--{key.strip('-').replace('_', '-')}"
+            meant = (
+                f"write {option} {value}"
+                if separator and option in options
+                else f"options: {', '.join(options) or 'none'}"
+            )
+            ctx.fail(f"{ctx.args[0]!r} is one word too many; {meant}")
+        return words
 
 
 def open_named_store(store: str) -> ObjectStore:

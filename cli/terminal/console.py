@@ -7,10 +7,12 @@ it says.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -34,6 +36,19 @@ def open_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
 def say(sentence: str) -> None:
     """Print a sentence without markup, in one line."""
     open_console(soft_wrap=True).print(sentence, markup=False)
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Show what a command is at: a spinner on a terminal, else a line on stderr. Yields what shows the next thing."""
+    console = open_console(stderr=True, soft_wrap=True)
+    if console.is_terminal:
+        with console.status(what) as status:
+            yield status.update
+    else:
+        show = functools.partial(console.print, markup=False)
+        show(what)
+        yield show
 
 
 class _Plain(Console):

@@ -88,7 +88,7 @@ function attemptsOf(run) {
       more.hidden = !found.next;
       more.value = found.next ?? "";
       const left = Object.entries(found.left_out).map(([shard, why]) => `shard ${shard} is left out: ${why}`);
-      state.textContent = [counted(rows.childElementCount, "attempt"), found.next ? `${count(found.looked)} of ${count(found.shards)} shards are looked through` : "", ...left.slice(0, 3)].filter(Boolean).join("; ");
+      state.textContent = [counted(rows.childElementCount, "attempt"), found.next ? `${count(found.looked)} of ${count(found.shards)} shards are looked into` : "", ...left.slice(0, 3)].filter(Boolean).join("; ");
       const { behind } = asked.words ? await get(["runs", run, "index"]) : { behind: 0 };
       index.hidden = !behind;
       index.textContent = `Add ${counted(behind, "shard")} to the index`;

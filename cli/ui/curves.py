@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.log.entries import Alias, Session, Shard, Step
+from storage.log.entries import Alias, End, Session, Shard, Step
 from storage.log.run_log import RunLog
 
 MOST_STEPS = 2500
@@ -157,13 +157,17 @@ def lanes(log: RunLog) -> dict[str, Any]:
     """What trainer, engines and each rollout worker did in the last `MOST_ROUNDS` rounds: bars of start and seconds.
 
     A shard's bar ends when it was committed. A step's parts end with its commit, in their order; a policy that the
-    engines loaded ends with its alias.
+    engines loaded ends with its alias. What other commands did after a session's end, such as evaluations, is left out.
     """
     steps = log.state.steps.numbers[-MOST_ROUNDS - 1 :]
     bars: dict[str, list[dict[str, Any]]] = {"trainer": [], "engines": []}
     publishing: dict[int, float] = {}
+    is_over = False
     for entry in log.entries[steps[0] + 1 if len(steps) > MOST_ROUNDS else 0 :]:
         end = entry.written_at
+        is_over = isinstance(entry.body, End) or (is_over and not isinstance(entry.body, Session))
+        if is_over:
+            continue
         match entry.body:
             case Step(claim=claim, metrics=metrics):
                 publishing[claim.base_version] = metrics.get("publish_seconds", 0.0)

@@ -173,7 +173,9 @@ def _score(evaluation: Any) -> dict[str, Any]:
 
 def _overview(watched: _Watched) -> dict[str, Any]:
     log, state, curves = watched.log, watched.log.state, watched.curves
-    evaluations = sorted((e for e in state.evaluations if not e.failed), key=lambda evaluation: evaluation.version)
+    scored, own = [each for each in state.evaluations if not each.failed], own_scores(log, watched.config)
+    others = [each for each in scored if not own or each.split != own[0].split]
+    evaluations = sorted([*own, *others], key=lambda evaluation: evaluation.version)
     counters = state.counters()
     memory = curves.column("peak_memory_bytes")
     return {

@@ -103,7 +103,7 @@ def find(
     return {
         "rows": rows,
         "next": f"{place}:{skipped}" if place < len(shard_ids) else None,
-        "looked": min(place, len(shard_ids)),
+        "looked": min(place + (_SHARDS_AT_ONCE if skipped else 0), len(shard_ids)),
         "shards": len(shard_ids),
         "left_out": left_out,
     }

@@ -232,6 +232,7 @@ async def evaluate_tasks(
         num_shards=num_shards,
         pass_all=tally.pass_all,
         maj_at=await asyncio.to_thread(lambda: tally.maj_at),  # seconds, for many answers to many problems
+        temperature=sampling.temperature,
     )
 
 

@@ -1,7 +1,7 @@
 r"""Rewards for answers that can be checked: text in, 1.0 or 0.0 out.
 
 In: a model's reply and the reference answer, both plain text. Out: a float. The functions are pure and use no
-signals. `gsm8k` and `exact` accept any two strings and end soon. `math_answer` and `matches` may run for ever on some
+signals. `gsm8k` and `exact` accept any reply and end soon. `math_answer` and `matches` may run for ever on some
 strings, so call them in a reward process (`score` in `scoring.py`), which can be killed.
 
 `gsm8k` compares the final answers of both:
@@ -116,7 +116,8 @@ def gsm8k(reply: str, answer: str) -> float:
     Other expressions (`2\sqrt{81}`) go to math-verify, which compares 6 decimals. Powers above 99, nested roots and
     more than 60 characters can take hours, so they score 0.0.
 
-    It raises nothing. A reply or an `answer` without a final answer scores 0.0.
+    Raises `InvalidInput` for an `answer` without a final answer, which is a fault of the data. A reply without one
+    scores 0.0.
 
     >>> gsm8k("So she makes $18.", "She makes 9 * 2 = <<9*2=18>>18 dollars.\n#### 18")
     1.0
@@ -124,7 +125,9 @@ def gsm8k(reply: str, answer: str) -> float:
     0.0
     """
     final, expected = final_answer(reply), final_answer(answer)
-    if final is None or expected is None:
+    if expected is None:
+        raise InvalidInput(f"the reference answer {answer!r} holds no final answer")
+    if final is None:
         return 0.0
     final_value, expected_value = _fraction(final), _fraction(expected)
     if final_value is not None and expected_value is not None:
@@ -133,13 +136,17 @@ def gsm8k(reply: str, answer: str) -> float:
 
 
 def exact(reply: str, answer: str) -> float:
-    """1.0 if the two texts are equal, apart from white space around them, else 0.0. Raises nothing.
+    """1.0 if the two texts are equal, apart from white space around them, else 0.0.
+
+    Raises `InvalidInput` for an empty `answer`, which is a fault of the data.
 
     >>> exact(" Paris\\n", "Paris")
     1.0
     >>> exact("paris", "Paris")
     0.0
     """
+    if not answer.strip():
+        raise InvalidInput("the task has no answer to compare with")
     return float(reply.strip() == answer.strip())
 
 
@@ -199,11 +206,14 @@ def math_answer(reply: str, answer: str) -> float:
 def matches(reply: str, pattern: str) -> float:
     r"""1.0 if `reply` contains a match of the regular expression `pattern`, else 0.0. The dot also matches newlines.
 
-    Raises `re.error` for an invalid pattern. Some patterns never return for some replies.
+    Raises `re.error` for an invalid pattern, and `InvalidInput` for an empty one, of which every reply has a match.
+    Some patterns never return for some replies.
 
     >>> matches("<think>Hm.</think>42", r"^<think>.*</think>\s*\d+$"), matches("42", r"^<think>")
     (1.0, 0.0)
     """
+    if not pattern:
+        raise InvalidInput("the pattern is empty, and every reply has a match of it")
     return float(re.search(pattern, reply, re.DOTALL) is not None)
 
 

@@ -33,6 +33,7 @@ from infra.user_code import own_command, path_of
 from rollouts.reward_values import as_number
 from rollouts.rewards.reward_shaping import weighted_sum
 from rollouts.workflow import Score, owe
+from settings.errors import InvalidInput
 
 _LONGEST_REPLY = 2**24  # bytes
 _COLLECT_SECONDS = 5.0
@@ -117,6 +118,8 @@ class RewardPool:
         Raises `RewardTimeout` past the deadline, unless that means 0, and `RewardFailed` when it raises, returns
         something that is no reward, or its process dies.
         """
+        if not callable(reward):
+            raise InvalidInput(f"score() takes a reward function first, and then its arguments, not {reward!r}")
         name, request_id = _name_of(reward), next(self._request_ids)
         if "<" in name.rpartition(":")[2]:
             what = "a reward is a function of a module, which another process finds, not one in a function, or a lambda"

@@ -197,6 +197,8 @@ class Evaluation:
     """k → maj@k: how often the answer that most of k attempts gave is correct; empty if no attempt has a vote."""
     tasks: TaskSet | None = field(default=None, metadata=LATER)
     """All tasks of the split; None in logs from before this was recorded."""
+    temperature: float | None = field(default=None, metadata=LATER)
+    """At which the policy was sampled; None in logs from before this was recorded."""
 
     @property
     def shard_ids(self) -> list[str]:

@@ -46,6 +46,20 @@ def usual_learning_rates(parameters: int, *, is_lora: bool) -> tuple[float, floa
     return (low * _LORA, high * _LORA) if is_lora else (low, high)
 
 
+def unusual_learning_rate(config: RunConfig) -> str:
+    """A sentence if the learning rate is outside the usual range; "" if it is inside, or the model is not here."""
+    if (parameters := num_parameters(config)) is None:
+        return ""
+    low, high = usual_learning_rates(parameters, is_lora=config.train.lora is not None)
+    if low <= config.learning_rate <= high:
+        return ""
+    side = "below" if config.learning_rate < low else "above"
+    return (
+        f"learning_rate = {config.learning_rate:g} is {side} what is usual for this size and kind, {low:g} to {high:g} "
+        f"({SOURCES})"
+    )
+
+
 def nothing_moves(steps: Sequence[Step], config: RunConfig) -> str:
     """Why the first steps have moved nothing, and what to do; "" if they have, or if that is usual for the model.
 

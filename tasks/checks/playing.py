@@ -59,6 +59,9 @@ def errors_of_users(what: str, function: Callable[..., object] | None = None) ->
         yield
     except UserError:
         raise
+    except SystemExit as error:
+        where = "" if function is None else f", at {place_of(function)}"
+        raise InvalidInput(f"{what}: it ends with SystemExit({error.code!r}); raise another error{where}") from error
     except Exception as error:
         text = failure_text(error)
         innermost = traceback.extract_tb(error.__traceback__)[-1].name
@@ -185,6 +188,7 @@ async def _attempts(
             error = WrongWorkflow(f"{what}; raise another error, or return a score. It is at {place_of(workflow.run)}")
         except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is the outcome
             error = raised
+            traceback.clear_frames(raised.__traceback__)  # of coroutines that were not awaited, while they warn nobody
         turns = [(turn.context_ids, turn.sampled_ids) for turn in chat.turns]
         told = functools.partial(Outcome, is_known=chat.all_known, turns=turns, has_tools=chat.has_tools)
         return told(reward=reward, error=error)

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import socket
+import time
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from storage.policies.model_config import EXPERTS, model_config, num_positions
 from storage.records import Task
 from storage.tracking.trackers import check_trackers
 from tasks.checks.gpu_share import check_share
+from tasks.checks.learning_rate import unusual_learning_rate
 from tasks.checks.machine import for_this_machine
 from tasks.checks.memory_plan import check_memory
 from tasks.checks.playing import errors_of_users
@@ -57,6 +59,8 @@ from trainers.model.weight_index import check_kind, check_model_folder
 logger = logging.getLogger("millrace.preflight")
 
 SECONDS_TO_ANSWER = 5.0
+_SECONDS_FOR_TASKS = 2.0
+"""Tasks that take no longer to make are made twice."""
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
@@ -121,6 +125,10 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     check_batch(config, len(tasks["train"]), is_new=is_new)
     if config.train.stream and (reason := waits_for_batch(config)):
         logger.warning("train.stream: gradients wait for the whole batch: %s", reason)
+    if problem := unusual_learning_rate(config):
+        logger.warning(problem)
+    if config.evaluation.split == "train" and config.evaluation.every:
+        logger.warning("evaluation.split = 'train': the held-out score is one of tasks that are trained on")
     try:
         check_tracking(tracking_uri(config.tracking.uri))
         check_trackers(config.tracking.also)
@@ -128,7 +136,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
         if is_new:
             raise
         logger.warning("%s; run %s goes on, and its log keeps everything for later", error, config.run)
-    play_tasks(loaded, tasks, config)
+    play_tasks(loaded, tasks, config, positions=model_positions(config))
     if config.reproducible:
         check_repeats(loaded, tasks, config)
     if config.dataset and type(loaded).__init__ is Workflow.__init__ and not loaded.dataset_was_read:
@@ -162,6 +170,12 @@ def load_workflow(config: RunConfig) -> Workflow:
     for name in ("tasks", "run"):
         if getattr(workflow_class, name) is getattr(Workflow, name):
             raise InvalidInput(f"{config.workflow} has no {name}(); write it")
+    for name in ("tasks", "demonstrations", "reference_reply", "accept"):
+        method = inspect.unwrap(getattr(loaded, name))
+        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+            raise InvalidInput(
+                f"{config.workflow}.{name} is awaited by nothing: write `def {name}`, at {place_of(method)}"
+            )
     for name in ("run", "run_agent", "score", "score_group", "close"):
         method = getattr(loaded, name, None)
         if method is not None and not inspect.iscoroutinefunction(inspect.unwrap(method)):
@@ -178,17 +192,25 @@ def load_tasks(workflow: Workflow, config: RunConfig) -> dict[str, Sequence[Task
     """The run's tasks by split. Raises `InvalidInput` for a split that has none, or wrong ones."""
     tasks = {}
     for split in dict.fromkeys(["train", config.evaluation.split]):
+        began = time.monotonic()
         with errors_of_users(f"{config.workflow} has no split {split!r}, or cannot make its tasks", workflow.tasks):
             members = workflow.tasks(split)
+            is_quick = time.monotonic() - began < _SECONDS_FOR_TASKS
+            again = workflow.tasks(split) if is_quick else members
         where = place_of(workflow.tasks)
         if not hasattr(members, "__len__") or not hasattr(members, "__getitem__") or isinstance(members, str | dict):
             what = f"{config.workflow}.tasks({split!r}) returned {type(members).__name__}"
             raise InvalidInput(f"{what}; return a list of Task, at {where}")
-        if not members:
+        if len(members) == 0:  # arrays have no truth value
             raise InvalidInput(
                 f"{config.workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`"
             )
         check_tasks(members, split, where=where)
+        if len(again) != len(members) or any(
+            repr(one) != repr(other) for one, other in zip(again, members, strict=True)
+        ):
+            what = f"{config.workflow}.tasks({split!r}) returns other tasks each time, and every process calls it"
+            raise InvalidInput(f"{what}; draw from random.Random(0), sort folders and sets, at {where}")
         tasks[split] = members
     return tasks
 

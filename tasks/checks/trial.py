@@ -1,8 +1,11 @@
 """Tasks played in seconds on a scripted engine, before anything heavy starts.
 
     check_tasks        ids, prompts and answers are text, and ids differ
+    check_demonstrations  they have replies, and the characters of the prompts
+    check_splits       no held-out task is trained on, and no answer is missing among others
     play_tasks         two tasks per split ─▶ run ─▶ a score, or the user's error: every start does it;
-                       turns as the workflow takes them ─▶ the model's chat template ─▶ a prompt
+                       turns as the workflow takes them ─▶ the model's chat template ─▶ a prompt;
+                       all prompts leave room for a reply
     check_repeats      the same tasks twice ─▶ the same turns and scores: what `reproducible = true` needs
     check_references   reference_reply ─▶ reward 1: what `--dry-run` and `doctor` check too
 
@@ -27,8 +30,9 @@ from rollouts.chat.tools import ToolUnavailable
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardFailed, RewardTimeout
 from rollouts.workflow import Workflow, WrongWorkflow, place_of
-from settings.errors import InvalidInput, failure_text
+from settings.errors import InvalidInput, counted, failure_text, has_users_frames
 from settings.run_file import RunConfig
+from settings.warmup import DEMONSTRATIONS, TINY_POSITIONS
 from storage.records import Message, Task
 from tasks.checks.playing import (
     Outcome,
@@ -45,9 +49,18 @@ logger = logging.getLogger("millrace.preflight")
 
 _PLAYED = 2
 """Tasks of each split that every start plays."""
+_NAMED = 3
+"""Ids in a sentence about several tasks."""
+_COUNTED = 200
+"""The longest prompts of a split, whose tokens are counted."""
+_MARKS = 2
+"""Tokens of the tiny model's template: whose turn it is."""
+_MOST_CHARACTERS = 10
 _SECONDS = 10.0
 """A task that takes longer is passed over at a start."""
-_NEVER = re.compile(r"\A[^ ]+: (?:\w+\.)*(?:InvalidInput|SandboxUnavailable)\b")
+_NEVER = re.compile(
+    r"\A[^ ]+: (?:(?:\w+\.)*(?:InvalidInput|SandboxUnavailable)\b|TypeError: \w+\(\) (?:missing|takes) \d+ )"
+)
 """How errors of a reward process begin that are no reply's fault."""
 
 
@@ -59,6 +72,8 @@ def check_tasks(tasks: Sequence[Task], split: str, *, where: str) -> None:
     for task in tasks:
         if not isinstance(task, Task):
             raise InvalidInput(f"tasks({split!r}) has a {type(task).__name__}, not a Task, at {where}")
+        if isinstance(task.id, str) and not (task.id and task.id.isprintable()):
+            raise InvalidInput(f"task id {task.id!r} of split {split!r}: an id is text that can be printed, at {where}")
         for name in ("id", "prompt", "answer"):
             if not isinstance(value := getattr(task, name), str):
                 fix = "build messages in `run`" if name == "prompt" else f"use str({name})"
@@ -76,16 +91,81 @@ def check_tasks(tasks: Sequence[Task], split: str, *, where: str) -> None:
         )
 
 
-def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: RunConfig) -> None:
+def check_splits(tasks: Mapping[str, Sequence[Task]]) -> None:
+    """Warn of held-out tasks that are trained on too, and of tasks without an answer if others have one."""
+    has_answers = any(task.answer for members in tasks.values() for task in members)
+    for split, members in tasks.items():
+        if has_answers and (missing := [task.id for task in members if not task.answer.strip()]):
+            logger.warning(
+                "%s of split %r have no answer, so a reward that compares with it is wrong; add the answers, or leave "
+                "these tasks out",
+                _some(missing, members),
+                split,
+            )
+    trained = {_content(task) for task in tasks["train"]}
+    for split, members in tasks.items():
+        shared = [task.id for task in members if _content(task) in trained]
+        if split != "train" and shared and len(trained) > 1:  # else the id alone tells tasks apart
+            logger.warning(
+                "%s of split %r are in split 'train' too, so the held-out score counts what was trained on; hold other "
+                "tasks out",
+                _some(shared, members),
+                split,
+            )
+
+
+def check_demonstrations(workflow: Workflow, tasks: Mapping[str, Sequence[Task]]) -> None:
+    """What the tiny model learns from: warn of conversations that are longer than it, and of characters of prompts that
+    none has. Raises `InvalidInput` for conversations without a reply."""
+    with errors_of_users("demonstrations(200, seed=0), which returns lists of Message", workflow.demonstrations):
+        chats = workflow.demonstrations(200, seed=0)
+        lengths = [sum(len(message.content.encode()) + 1 for message in chat) for chat in chats]
+        replies = [sum(message.role == "assistant" for message in chat) for chat in chats]
+        seen = {character for chat in chats for message in chat for character in message.content}
+        unseen = {character for members in tasks.values() for task in members for character in task.prompt} - seen
+        if unseen:  # a character may be rare
+            for chat in workflow.demonstrations(DEMONSTRATIONS, seed=0):
+                unseen -= {character for message in chat for character in message.content}
+    if missing := replies.count(0):
+        what = f"{counted(missing, 'conversation')} of demonstrations(200, seed=0) without an assistant's message"
+        raise InvalidInput(f"{what}: replies are what is learnt, at {place_of(workflow.demonstrations)}")
+    if max(lengths) > TINY_POSITIONS:
+        logger.warning(
+            "a conversation of demonstrations() has %d tokens, and the tiny model has %d positions: it cannot say all",
+            max(lengths),
+            TINY_POSITIONS,
+        )
+    if unseen:
+        logger.warning(
+            "prompts have characters that no demonstration has, and the tiny model's tokenizer leaves them out: %s",
+            " ".join(map(repr, sorted(unseen)[:_MOST_CHARACTERS])),
+        )
+
+
+def _content(task: Task) -> tuple[str, str, str]:
+    return task.prompt, task.answer, json.dumps(task.metadata, sort_keys=True)
+
+
+def _some(ids: Sequence[str], members: Sequence[Task]) -> str:
+    named = ", ".join([*map(repr, ids[:_NAMED]), *["…"] * (len(ids) > _NAMED)])
+    return f"{len(ids):,} of {counted(len(members), 'task')} ({named})"
+
+
+def play_tasks(
+    workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: RunConfig, *, positions: int | None
+) -> None:
     """Play the first tasks of each split with replies that the workflow knows, or plain text.
 
-    Raises `InvalidInput` for what `run` raises, and for turns that the model's chat template cannot render if the model
-    is on this machine; `WrongWorkflow` if it returns no score. With plain text only errors
-    that no reply can cause are raised, the others are warnings: the policy may say anything, and such attempts are
-    `env_error`.
+    `positions` are those of the run's model, None if they are not known. Raises `InvalidInput` for what `run` raises,
+    for turns that the model's chat template cannot render and for prompts without room for a reply, if the model is on
+    this machine; `WrongWorkflow` if it returns no score. With plain text only errors that no reply can cause are
+    raised, the others are warnings: the policy may say anything, and such attempts are `env_error`.
     """
-    first = first_tasks(tasks, _PLAYED)
-    outcomes = attempts_at(first, workflow, config, known_replies(workflow), seconds=_SECONDS)
+    check_splits(tasks)
+    first, replies = first_tasks(tasks, _PLAYED), known_replies(workflow)
+    if not config.model:
+        check_demonstrations(workflow, tasks)
+    outcomes = attempts_at(first, workflow, config, replies, seconds=_SECONDS)
     for (split, task), outcome in zip(first, outcomes, strict=True):
         error = outcome.error
         if error is None or isinstance(error, Unknown):  # what calls tools is left to `check_references`
@@ -93,6 +173,8 @@ def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: 
         is_bug = outcome.is_known and not _is_of_a_server(error)
         if isinstance(error, WrongWorkflow) or _is_certain(error) or is_bug:
             what = f"task {task.id!r} of split {split!r}, played before anything was started"
+            if isinstance(error, InvalidInput) and has_users_frames(error):  # what our functions refuse, with its place
+                raise InvalidInput(f"{what}: {failure_text(error)}") from error
             with errors_of_users(what, users_method(workflow)):
                 raise error
         logger.warning("task %r of split %r, tried with a made-up reply: %s", task.id, split, failure_text(error))
@@ -104,7 +186,54 @@ def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: 
         why = "None means not applicable, as NaN does: such attempts enter no mean and are not trained"
         logger.warning("the reward of all %d attempts that were tried is None; %s", len(outcomes), why)
     has_tools = any(outcome.has_tools for outcome in outcomes)
-    check_template(config, several_turns=any(len(each.turns) > 1 for each in outcomes), with_tools=has_tools)
+    tokens = check_template(config, several_turns=any(len(each.turns) > 1 for each in outcomes), with_tools=has_tools)
+    if config.model and tokens is None:
+        return  # the model, and how it counts, is not on this machine
+    for split, members in tasks.items():
+        played = [
+            (task, outcome.turns[0][0])
+            for (its, task), outcome in zip(first, outcomes, strict=True)
+            if its == split and outcome.turns
+        ]
+        check_prompts(members, split, played, tokens, config, positions=positions)
+
+
+def check_prompts(
+    tasks: Sequence[Task],
+    split: str,
+    played: Sequence[tuple[Task, Sequence[int]]],
+    tokens: ChatTokens | None,
+    config: RunConfig,
+    *,
+    positions: int | None,
+) -> None:
+    """Count the tokens of a split's longest prompts, with what the workflow put around those that were `played`, given
+    as the characters that it asked with. Without `tokens` the model is the tiny one: a byte is a token.
+
+    Raises `InvalidInput` if no task leaves room for a reply, and warns of those that do not.
+    """
+    room = min(config.engine.max_model_len, positions or config.engine.max_model_len)
+
+    def count(text: str) -> int:
+        return len(tokens.prompt([Message(role="user", content=text)])) if tokens else len(text.encode()) + _MARKS
+
+    asked = [(task, "".join(map(chr, ids))) for task, ids in played]
+    around = [count(text) - count(task.prompt) for task, text in asked if task.prompt in text]
+    if not around:
+        return  # prompts of its own
+    longest = sorted(tasks, key=lambda task: -len(task.prompt.encode()))
+    sizes = {task.id: count(task.prompt) + min(around) for task in [*longest[:_COUNTED], longest[-1]]}
+    if not (over := [task_id for task_id, size in sizes.items() if size >= room]):
+        return
+    which = "the prompts" if longest[-1].id in over else "at least " * (len(over) == _COUNTED) + _some(over, tasks)
+    fix = "raise engine.max_model_len" if room != positions else "choose a model with more positions"
+    problem = (
+        f"{which} of split {split!r} leave no room for a reply: task {over[0]!r} asks with {sizes[over[0]]:,} tokens, "
+        f"and prompt and replies have {room:,}; shorten the prompts, or {fix}"
+    )
+    if longest[-1].id in over:
+        raise InvalidInput(problem)
+    logger.warning(problem)
 
 
 def check_repeats(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: RunConfig) -> None:
@@ -134,14 +263,15 @@ def check_repeats(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], confi
         )
 
 
-def check_template(config: RunConfig, *, several_turns: bool, with_tools: bool) -> None:
-    """Render the turns that a workflow takes with the chat template of the run's model, if it is on this machine.
+def check_template(config: RunConfig, *, several_turns: bool, with_tools: bool) -> ChatTokens | None:
+    """Render the turns that a workflow takes with the chat template of the run's model, if it is on this machine;
+    returns its tokenizer, or None.
 
     Raises `InvalidInput` for a template that has no first, second or third turn, or shows no results of tools; and, if
     the run is to be reproducible, for one that names the day.
     """
     if not config.model or (folder := local_folder(config.model)) is None:
-        return
+        return None
     try:
         tokens = ChatTokens.load(folder, settings=config.engine.chat_template_kwargs)
     except (OSError, ValueError, KeyError) as error:  # what transformers raises; `InvalidInput` is a `ValueError`
@@ -151,6 +281,7 @@ def check_template(config: RunConfig, *, several_turns: bool, with_tools: bool) 
         tokens.check_day()
     if several_turns or with_tools:
         tokens.check_turns(with_call=with_tools)
+    return tokens
 
 
 def check_references(

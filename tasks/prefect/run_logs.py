@@ -25,9 +25,10 @@ MOST_LINES = 100
 """About steps, on the page of one run."""
 _SHOWN = {"reward": "reward", "loss": "loss", "staleness_mean": "staleness", "tokens_per_second": "tokens/s"}
 """Metrics of a line, by the names of docs/metrics.md."""
-
-
-_ENDED = ("Crash detected! Execution was cancelled", "Crash detected! Execution was aborted")
+_HOW = ("cancelled", "aborted")
+_ENDED = tuple(
+    f"{said}Execution was {how}" for said in ("Crash detected! ", "Finished in state Crashed('") for how in _HOW
+)
 
 
 class _OfFlowRun(logging.Filter):
@@ -45,6 +46,13 @@ class _OfFlowRun(logging.Filter):
 def is_no_end(record: logging.LogRecord) -> bool:
     """False for what Prefect says of a task that was ended with its flow: it calls that a crash, with an error."""
     return not record.getMessage().startswith(_ENDED)
+
+
+def is_no_error_of_a_user(record: logging.LogRecord) -> bool:
+    """True, and makes what Prefect says of a flow run that a user has ended a message: it calls that an error."""
+    if record.getMessage().startswith("Finished in state Cancelled"):
+        record.levelno, record.levelname = logging.INFO, "INFO"
+    return True
 
 
 @contextlib.contextmanager
@@ -71,6 +79,7 @@ def log_to_prefect() -> None:
             kept.close()
     logging.getLogger("millrace").setLevel(logging.INFO)
     logging.getLogger("prefect.task_runs").addFilter(is_no_end)
+    logging.getLogger("prefect.flow_runs").addFilter(is_no_error_of_a_user)
 
 
 def _replace_handler(handler: logging.Handler) -> list[logging.Handler]:

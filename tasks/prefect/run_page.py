@@ -118,7 +118,7 @@ def summary(log: RunLog, config: dict[str, Any], *, steps: int, mlflow: str, mlf
         "step": f"{state.step} of {steps}{_ended(log)}",
         "policy": "none yet" if state.live is None else f"{state.live.version}, `{state.live.weights_sha256[:12]}`",
         "champion": "none" if champion is None else f"policy {champion.version}",
-        "held-out": ", ".join(f"{e.score:.3f} (policy {e.version})" for e in (scores[:1] + scores[-1:] * 2)[:2])
+        "held-out": " → ".join(dict.fromkeys(f"{e.score:.3f} (policy {e.version})" for e in scores[:1] + scores[-1:]))
         or "not evaluated",
         "prompt groups": ", ".join(f"{count} {name}" for name, count in counters.items() if count),
         "store": as_markdown_code(log.store.uri),

@@ -30,5 +30,28 @@ def test_help_lists_every_command_in_a_group_and_has_a_short_name():
     assert CliRunner().invoke(app, ["traj", "show", "-h"]).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [("sta", ["status"]), ("traj sh", ["show"]), ("eval run --n", ["--num-tasks", "--n-samples"])],
+)
+def test_a_shell_completes_commands_and_options(typed: str, completed: list[str]):
+    variables = {"COMP_WORDS": f"millrace {typed}", "COMP_CWORD": str(len(typed.split())), "COLUMNS": "80"}
+    run = CliRunner().invoke(app, prog_name="millrace", env={**variables, "_MILLRACE_COMPLETE": "complete_bash"})
+    assert run.output.split() == completed
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("eval run n_samples=4", "'n_samples=4' is one word too many; write --n-samples 4"),
+        ("promote run 20", "'20' is one word too many; options: --version, --max-gap, --json, --store, --tracking"),
+        ("up now", "'now' is one word too many; options: none"),
+    ],
+)
+def test_a_word_too_many_is_answered_by_what_the_command_takes(typed: str, answer: str):
+    run = CliRunner().invoke(app, typed.split(), env={"COLUMNS": "120"})
+    assert run.exit_code == 2 and answer in run.output
+
+
 def test_version():
     assert CliRunner().invoke(app, ["--version"]).output == f"millrace {version('millrace')}\n"

@@ -26,13 +26,14 @@ def test_only_an_evaluation_of_the_same_version_and_split_replaces_the_due_one(
     async def evaluate_policy(session: RunSession, *, version: int, settings: Any) -> None:
         asked.append((version, settings.split))
 
-    def evaluated(split: str) -> None:
-        score = {"score": 0.5, "num_tasks": 1, "num_failed": 0, "seconds": 1.0}
-        log.append(Evaluation(version=0, split=split, shard_id=f"eval-{split}", **score))  # type: ignore[arg-type]
+    def evaluated(split: str, **fields: Any) -> None:
+        score = {"score": 0.5, "num_tasks": 1, "num_failed": 0, "seconds": 1.0, "shard_id": f"eval-{split}-{fields}"}
+        log.append(Evaluation(version=0, split=split, **{**score, **fields}))
 
     monkeypatch.setattr(train_grpo, "evaluate_policy", evaluate_policy)
     own = config.evaluation.split
     evaluated(f"not-{own}")
+    evaluated(own, n_samples=7)  # by hand
     asyncio.run(train_grpo.evaluate_if_due(session, config))
     assert asked == [(0, own)]
     evaluated(own)

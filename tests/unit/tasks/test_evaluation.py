@@ -10,7 +10,7 @@ import pytest
 from storage.log.entries import Evaluation
 from storage.log.promotion import CHAMPION, promote
 from storage.log.run_log import RunLog
-from tasks.evaluation import try_gate
+from tasks.evaluation import score_fell, try_gate
 from tests.builders import a_log, a_shard, a_step, a_summary
 
 
@@ -56,3 +56,19 @@ def test_what_speaks_against_a_policy_is_said_and_the_champion_stays(
     [problem] = _try(log, _evaluated(2, score), max_gap=max_gap)
     assert why in problem and why in caplog.text and "policy 1 stays the champion" in caplog.text
     assert log.state.aliases[CHAMPION].version == 1
+
+
+@pytest.mark.parametrize(
+    ("scores", "sentence"),
+    [
+        ([0.5], ""),
+        ([0.5, 0.4, 0.5], ""),
+        ([0.5, 0.9, 0.6], "fallen from 0.900 (policy 1) to 0.600 (policy 2), by more than 3 standard errors"),
+        ([0.5, 0.9, 0.6, 0.5], ""),  # the one before has said so
+        ([0.5, 0.9, 0.6, 0.9, 0.6], "fallen from 0.900 (policy 1) to 0.600 (policy 4)"),
+    ],
+)
+def test_a_score_that_falls_by_more_than_noise_is_said_once(scores: list[float], sentence: str) -> None:
+    evaluations = [replace(_evaluated(n, score), standard_error=0.05) for n, score in enumerate(scores)]
+    said = score_fell(evaluations)
+    assert sentence in said and bool(said) == bool(sentence)

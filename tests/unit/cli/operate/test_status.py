@@ -17,7 +17,7 @@ from rich.console import Console
 from cli.operate import status
 from cli.operate.status import RunView, follow_run, run_status, status_table
 from storage.log.claims import NOTHING
-from storage.log.entries import Alias, End, LogEntry, Pause, Policy, Session, Step
+from storage.log.entries import Alias, End, LogEntry, Pause, Policy, Session, Step, TaskSet
 from storage.log.run_log import RunLog
 from storage.log.run_state import LogDamaged
 from storage.log.runs import create_run, open_run, trainer_lock
@@ -104,18 +104,29 @@ def test_a_run_without_steps_has_nulls_and_an_unknown_one_lists_the_others(store
 
 def test_accuracies_are_those_of_the_first_and_last_version_that_has_a_score(log: RunLog) -> None:
     facts = {"num_tasks": 2, "n_samples": 2, "pass_at": {"1": 0.5, "2": 0.5}, "standard_error": 0.1}
-    facts |= {"pass_all": {"1": 0.5, "2": 0.25}, "maj_at": {"2": 0.75}}
+    facts |= {"pass_all": {"1": 0.5, "2": 0.25}, "maj_at": {"2": 0.75}, "temperature": 0.0}
+    facts |= {"tasks": TaskSet(count=9, sha256="t", ids_sha256="i")}
     for version, score, num_failed in ((5, 0.9, 1), (0, 0.4, 0), (6, 0.0, 4)):
         log.append(an_evaluation(version, score, num_failed=num_failed, **facts))
-    log.append(an_evaluation(5, 0.1, split="train", shard_id="of-another-split"))  # is no before and after
-    numbers = run_status(log)
+    others = ({"split": "train"}, {"num_tasks": 1}, {"n_samples": 4}, {"temperature": 1.0})  # are no before and after
+    for other in others:
+        log.append(an_evaluation(5, 0.1, **{**facts, "shard_id": str(other), **other}))
+    asked = {"split": "test", "num_tasks": 2, "n_samples": 2, "temperature": 0.0}
+    numbers = run_status(log, config={"evaluation": asked})
     assert (numbers["accuracy_before"], numbers["accuracy_after"], numbers["failed_evaluations"]) == (0.4, 0.9, 1)
     assert numbers["accuracy_standard_error"] == 0.1 and numbers["pass_at"] == {"1": 0.5, "2": 0.5}
     assert (numbers["pass_all"], numbers["maj_at"]) == ({"1": 0.5, "2": 0.25}, {"2": 0.75})
     shown = _shown(status_table(numbers))
     shown = " ".join(shown.split())
     assert "0.400 → 0.900 ± 0.100 on 2 tasks of test × 2 attempts, policies 0 and 5" in shown
-    assert "pass@1 0.500, pass@2 0.500; 4 evaluations, 1 failed" in shown
+    assert "pass@1 0.500, pass@2 0.500; 7 evaluations, 1 failed" in shown
+
+
+def test_scores_of_a_run_that_was_never_asked_as_its_settings_say_are_those_asked_as_the_newest(log: RunLog) -> None:
+    for version, num_tasks, score in ((0, 2, 0.1), (0, 3, 0.2), (1, 3, 0.6)):
+        log.append(an_evaluation(version, score, num_tasks=num_tasks, n_samples=7, shard_id=f"{version}-{num_tasks}"))
+    numbers = run_status(log, config={"evaluation": {"n_samples": 1}})
+    assert (numbers["accuracy_before"], numbers["accuracy_after"], numbers["accuracy_tasks"]) == (0.2, 0.6, 3)
 
 
 def test_wall_seconds_leave_out_the_time_between_sessions_and_what_others_append(store: LocalStore) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import json
 import math
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from websockets.sync.client import connect
 
 from cli.ui.curves import TIME
 from storage.log.run_log import RunLog
@@ -73,14 +78,60 @@ def evaluate(log: RunLog, version: int, rewards: Sequence[float]) -> None:
     log.append(an_evaluation(version, score, num_tasks=count, num_shards=count))
 
 
+QUIET = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-quic",
+]
+
+
+@contextlib.contextmanager
+def a_screen(scratch: Path) -> Iterator[Callable[..., Any]]:
+    """What tells the value of a script on the page of an address, on a screen of a width and in light or dark."""
+    assert CHROMIUM is not None
+    options = [*QUIET, "--remote-debugging-port=0", f"--user-data-dir={scratch / 'screen'}", "about:blank"]
+    with subprocess.Popen([CHROMIUM, *options], stderr=subprocess.PIPE, text=True) as browser:
+        assert browser.stderr is not None
+        line = next(line for line in browser.stderr if "DevTools listening on" in line)
+        host, numbers = line.split("//")[1].split("/")[0], itertools.count()
+
+        def told(address: str, script: str, *, width: int, scheme: str) -> Any:
+            page = httpx.put(f"http://{host}/json/new?about:blank").json()
+            with connect(page["webSocketDebuggerUrl"], max_size=None) as socket:
+
+                def send(method: str, **parameters: Any) -> Any:
+                    number = next(numbers)
+                    socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
+                    while (reply := json.loads(socket.recv(timeout=60))).get("id") != number:
+                        pass
+                    return reply["result"]
+
+                size = {"width": width, "height": 12_000, "deviceScaleFactor": 1, "mobile": False}
+                send("Emulation.setDeviceMetricsOverride", **size)
+                send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+                send("Page.enable")
+                send("Page.navigate", url=address)
+                while json.loads(socket.recv(timeout=60)).get("method") != "Page.loadEventFired":
+                    pass
+                evaluated = send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+            return evaluated["result"]["value"]
+
+        try:
+            yield told
+        finally:
+            browser.kill()
+
+
 def opened(address: str, scratch: Path, *, width: int = 1200, height: int = 16_000) -> tuple[str, list[str]]:
     """The document after its script ran, and everything the browser wrote to the console.
 
     The window is so high that every picture is on the screen.
     """
     assert CHROMIUM is not None
-    quiet = ["--no-first-run", "--disable-background-networking", "--disable-quic"]
-    options = ["--headless", "--no-sandbox", "--disable-gpu", *quiet, "--enable-logging=stderr", "--v=0", "--dump-dom"]
+    options = [*QUIET, "--enable-logging=stderr", "--v=0", "--dump-dom"]
     limits = ["--virtual-time-budget=8000", f"--window-size={width},{height}", f"--user-data-dir={scratch / 'profile'}"]
     done = subprocess.run(
         [CHROMIUM, *options, *limits, address], capture_output=True, text=True, timeout=120, check=True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import itertools
 import json
 import re
 import threading
@@ -25,7 +26,7 @@ from storage.objects.object_store import LocalStore
 from storage.records import ToolCall
 from tests.builders import a_group, a_log, a_trajectory, a_turn
 from tests.unit.cli.builders import commit
-from tests.unit.cli.ui.builders import NASTY, a_trained_run, in_a_browser, opened, seen, train, train_nothing
+from tests.unit.cli.ui.builders import NASTY, a_screen, a_trained_run, in_a_browser, opened, seen, train, train_nothing
 
 pytestmark = [pytest.mark.server, in_a_browser]
 SECTIONS = ["overview", "curves", "time", "staleness", "trajectories", "groups", "prompts", "lineage", "configuration"]
@@ -203,6 +204,44 @@ def test_the_page_of_every_run_opens_runs_and_compares_them(
     assert re.search(r"<code>seed</code></td><td><code>0</code></td><td><code>1</code>", page)
     document, console = opened(f"{address}#run=run&attempt=0.a%2F0", tmp_path)
     assert not console and "<dialog" in document and NASTY.replace("\x00", "␀") in html.unescape(_page(document))
+
+
+_LAID_OUT = """
+new Promise(done => {
+  const look = () => document.querySelector(SELECTOR) ? done({
+    wider: document.documentElement.scrollWidth - innerWidth,
+    cut: [...document.querySelectorAll(".scroll")].some(box => box.scrollWidth > box.clientWidth + 1),
+    paper: getComputedStyle(document.body).backgroundColor,
+  }) : requestAnimationFrame(look);
+  look();
+})
+"""
+
+
+def test_every_page_fits_a_wide_screen_and_a_telephone_in_light_and_dark(
+    trained: RunLog, store: LocalStore, address: str, tmp_path: Path
+) -> None:
+    """Nothing is wider than the screen; of the runs, what counts is on it without scrolling."""
+    other = create_run(store, "another-run-of-this-store", {"seed": 1, "workflow": "examples/arithmetic.py:Arithmetic"})
+    for entry in list(trained.entries)[:2]:
+        other.append(entry.body)
+    pages = {
+        address: ".runs tbody tr",
+        f"{address}#run=run": "#lineage .node",
+        f"{address}#run=run&attempt=0.a%2F0": "dialog .talk",
+        f"{address}#compare=run,another-run-of-this-store": "#settings table",
+        write_report(trained, None).as_uri(): "#lineage .node",
+    }
+    with a_screen(tmp_path) as told:
+        for (place, selector), width in itertools.product(pages.items(), (1400, 400)):
+            script = _LAID_OUT.replace("SELECTOR", json.dumps(selector))
+            light, dark = (told(place, script, width=width, scheme=scheme) for scheme in ("light", "dark"))
+            assert light["wider"] <= 0 and dark["wider"] <= 0, (place, width)
+            assert light["paper"] != dark["paper"] and (place != address or not light["cut"]), (
+                place,
+                width,
+                light["cut"],
+            )
 
 
 def test_the_token_of_the_address_opens_the_page_and_without_it_the_page_asks(

@@ -23,7 +23,7 @@ from cli.ui.curves import Curves, averaged, spans_of, width_of
 from cli.ui.data import Pages, reported
 from cli.ui.page import plotly_js
 from cli.ui.report import write_report
-from storage.log.entries import Quarantine, Retire
+from storage.log.entries import End, Quarantine, Retire, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
@@ -117,6 +117,17 @@ def test_lanes_end_where_the_log_says_and_hold_every_part_of_a_step(trained: Run
     assert [bar["what"] for bar in (save, train, load)] == ["save", "train", "load"]
     assert load["start"] == pytest.approx(end - 3.0, abs=0.01)
     assert [bar["what"] for bar in lanes["rollout-0"]].count("evaluate") == 6 and len(lanes["rollout-0"]) == 8
+
+
+def test_lanes_leave_out_what_other_commands_did_after_the_end(trained: RunLog) -> None:
+    trained.append(Session(id="a", code_version=""))
+    before = _part(trained, "lanes")["lanes"]
+    trained.append(End(session_id="a", outcome="finished"))
+    evaluate(trained, 1, [1.0])
+    assert _part(trained, "lanes")["lanes"] == before
+    trained.append(Session(id="b", code_version=""))
+    evaluate(trained, 0, [1.0])
+    assert [len(lane["bars"]) for lane in _part(trained, "lanes")["lanes"]] != [len(lane["bars"]) for lane in before]
 
 
 def test_environments_are_the_beginnings_of_task_ids(log: RunLog) -> None:

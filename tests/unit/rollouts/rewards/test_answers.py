@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.rewards.answers import exact, final_answer, gsm8k, matches, math_answer
+from settings.errors import InvalidInput
 
 _FORMS_OF_18 = [
     *("18", "18.", "18.0", "18.00", "+18", "= 18", "36/2", "#### 18", "####18", "####\n18", "#### $18.00."),
@@ -94,7 +95,9 @@ def test_the_strongest_mark_wins_and_then_the_last_and_without_an_answer_there_i
         assert final_answer(text) == expected, text
     for text in ("", " \n", "I cannot tell.", "####", r"\boxed{}", r"\boxed{x}", "A:", "$"):
         assert final_answer(text) is None, text
-        assert gsm8k(text, "18") == gsm8k("18", text) == 0.0, text
+        assert gsm8k(text, "18") == 0.0, text
+        with pytest.raises(InvalidInput, match="holds no final answer"):
+            gsm8k("18", text)
 
 
 def test_equal_mathematics_scores_1_other_0_and_a_reference_without_any_is_a_fault_of_the_data() -> None:
@@ -124,6 +127,9 @@ def test_a_text_is_equal_but_for_the_white_space_around_it_and_a_pattern_is_foun
     assert matches("42", "^<think>") == 0.0
     with pytest.raises(re.error):
         matches("42", "(")
+    for reward in (exact, matches):
+        with pytest.raises(InvalidInput, match="no answer to compare with|the pattern is empty"):
+            reward("", "")
 
 
 _PIECES = st.sampled_from(
@@ -138,8 +144,11 @@ _PIECES = st.sampled_from(
 @settings(max_examples=200, deadline=None)
 @given(st.text() | st.lists(_PIECES).map("".join), st.text() | st.lists(_PIECES).map("".join))
 def test_any_text_scores_0_or_1(reply: str, answer: str) -> None:
-    assert gsm8k(reply, answer) in (0.0, 1.0)
-    assert exact(reply, answer) in (0.0, 1.0)
+    for reward in (gsm8k, exact):
+        try:
+            assert reward(reply, answer) in (0.0, 1.0)
+        except InvalidInput:
+            assert not answer.strip() or (reward is gsm8k and final_answer(answer) is None)
 
 
 @settings(max_examples=300, deadline=None)

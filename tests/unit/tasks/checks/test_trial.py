@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from tests.builders import a_config
 from tests.unit.rollouts.chat.template_families import byte_tokenizer, tokenizer_of
 
 _WORKFLOW = """
-from millrace import Message, Score, Task, Workflow, score
+from millrace import Message, Score, Task, Workflow, score; from string import printable as SEEN
 
 def broken(reply):
     return {}[reply]
@@ -36,7 +38,7 @@ class Mine(Workflow):
         return [Task(id=f"{split}-{n}", prompt="7?", answer="7") for n in range(3)]
 
     def demonstrations(self, count, seed):
-        return [[Message(role="user", content="7?"), Message(role="assistant", content="7")]] * count
+        return [[Message(role="user", content=x), Message(role="assistant", content="7")] for x in ("7?", SEEN)]
 
 """
 
@@ -44,7 +46,8 @@ class Mine(Workflow):
 def _check(folder: Path, methods: str, **settings: Any) -> None:
     file = folder / "mine.py"
     file.write_text(_WORKFLOW + "\n".join(f"    {line}" for line in methods.strip().splitlines()))
-    check_run(a_config(**{"workflow": f"{file}:Mine", "store": str(folder / "store"), "batch_size": 3, **settings}))
+    usual = {"store": str(folder / "store"), "batch_size": 3, "learning_rate": 5e-4}
+    check_run(a_config(**{"workflow": f"{file}:Mine", **usual, **settings}))
 
 
 _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1\n"
@@ -113,6 +116,70 @@ _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1
             "def tasks(self, split):\n    yield 1\nasync def run(self, task, chat):\n    return 1",
             InvalidInput,
             r"tasks\('train'\) returned generator; return a list of Task, at .*mine\.py:14",
+        ),
+        *(
+            (
+                f"async def {name}(self, *_):\n    {body}\n{_ASKS}",
+                InvalidInput,
+                rf"Mine.{name} is awaited by nothing: write `def {name}`, at .*mine\.py:14",
+            )
+            for name in ("tasks", "demonstrations", "reference_reply", "accept")
+            for body in ("return []", "yield 1")
+        ),
+        (
+            "def tasks(self, split):\n    return [Task(id=f'{split}-{n}', prompt='7' * 250) for n in range(3)]\n"
+            "async def run(self, task, chat):\n    await chat.ask('Add up: ' + task.prompt)\n    return 1",
+            InvalidInput,
+            "the prompts of split 'train' leave no room for a reply: task 'train-0' asks with 260 tokens, and prompt "
+            "and replies have 256; shorten the prompts, or choose a model with more positions",
+        ),
+        (
+            "def tasks(self, split):\n    import random\n    return [Task(id=f'{random.random()}', prompt='7?')]\n"
+            + _ASKS,
+            InvalidInput,
+            r"Mine.tasks\('train'\) returns other tasks each time, and every process calls it; .*mine\.py:14",
+        ),
+        (
+            "def tasks(self, split):\n    exit('no data')\n" + _ASKS,
+            InvalidInput,
+            "ends with SystemExit.'no data'.; .*:14",
+        ),
+        (
+            "def tasks(self, split):\n    return [Task(id='a\\nb', prompt='7?')]\n" + _ASKS,
+            InvalidInput,
+            r"task id 'a\\nb' of split 'train': an id is text that can be printed, at .*mine\.py:14",
+        ),
+        (
+            "def demonstrations(self, count, seed):\n    return [[Message(role='user', content='7?')]] * 9\n" + _ASKS,
+            InvalidInput,
+            r"9 conversations of demonstrations\(200, seed=0\) without an assistant's message: replies .*mine\.py:14",
+        ),
+        (
+            "async def run(self, task, chat):\n    return await score('exact', await chat.ask('p'), '7')",
+            InvalidInput,
+            r"score\(\) takes a reward function first, and then its arguments, not 'exact'\n  at .*mine\.py:15 in run",
+        ),
+        (
+            "async def run(self, task, chat):\n    from millrace import exact\n"
+            "    return await score(exact, await chat.ask('p'))",
+            InvalidInput,
+            r"played before .*TypeError: exact\(\) missing 1 required positional argument: 'answer'",
+        ),
+        *(
+            (
+                "def tasks(self, split):\n    return [Task(id=f'{split}-{n}', prompt='7?') for n in range(3)]\n"
+                "async def run(self, task, chat):\n"
+                f"    from millrace import {reward}, score\n"
+                f"    return await score({reward}, await chat.ask(task.prompt), task.answer)",
+                InvalidInput,
+                f"task 'train-0' of split 'train', played before .*{sentence}",
+            )
+            for reward, sentence in {
+                "exact": "the task has no answer to compare with",
+                "gsm8k": "the reference answer '' holds no final answer",
+                "math_answer": "the reference answer '' holds no mathematical expression",
+                "matches": "the pattern is empty",
+            }.items()
         ),
         (
             "def reference_reply(self, task, messages):\n    return 7\n"
@@ -230,10 +297,88 @@ def test_an_error_that_another_reply_might_not_cause_is_a_warning(
     with caplog.at_level(logging.WARNING, "millrace.preflight"):
         _check(
             tmp_path,
-            "def demonstrations(self, count, seed):\n    return [[Message(role='user', content='?')]]\n"
+            "def demonstrations(self, count, seed):\n"
+            "    return [[Message(role='user', content='?'), Message(role='assistant', content='7')]]\n"
             "async def run(self, task, chat):\n    reply = await chat.ask(task.prompt)\n    return int(reply[:-2])",
         )
     assert "tried with a made-up reply: ValueError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tasks", "sentence"),
+    [
+        ("Task(id=f'{split}-{n}', prompt=f'{split} {n}', answer='7')", ""),
+        ("Task(id=f'{split}-{n}', prompt=f'{split}?', answer='7' if split == 'test' else str(n))", ""),
+        ("Task(id=f'{split}-{n}', prompt='Play.', metadata={})", ""),  # the id decides, such as a seed
+        (
+            "Task(id=f'{split}-{n}', prompt=f'{n}?', answer='7')",
+            "5 of 5 tasks ('test-0', 'test-1', 'test-2', …) of split 'test' are in split 'train' too",
+        ),
+        (
+            "Task(id=f'{split}-{n}', prompt=f'{min(n, 2)} {split if n else 0}', answer='7')",
+            "1 of 5 tasks ('test-0') of split 'test' are in split 'train' too",
+        ),
+        (
+            "Task(id=f'{split}-{n}', prompt=f'{split} {n}', answer='7' if n or split == 'test' else ' ')",
+            "1 of 5 tasks ('train-0') of split 'train' have no answer",
+        ),
+        (
+            "Task(id=f'{split}-{n}', prompt=f'{split} {n}', answer='7' if split == 'train' else '')",
+            "5 of 5 tasks ('test-0', 'test-1', 'test-2', …) of split 'test' have no answer",
+        ),
+        (
+            "Task(id=f'{split}-{n}', prompt=f'{split} {n}' * (1 + n * 9), answer='7')",
+            "1 of 5 tasks ('train-4') of split 'train' leave no room for a reply: task 'train-4' asks with ",
+        ),
+        (
+            "Task(id=f'{split}-{n}', prompt=f'{split} ë{n}', answer='7')",
+            "the tiny model's tokenizer leaves them out: 'ë'",
+        ),
+    ],
+)
+def test_what_is_wrong_with_some_tasks_is_a_warning_with_their_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, tasks: str, sentence: str
+) -> None:
+    with caplog.at_level(logging.WARNING, "millrace.preflight"):
+        _check(
+            tmp_path,
+            f"def tasks(self, split):\n    return [{tasks} for n in range(5)]\n"
+            "async def run(self, task, chat):\n    await chat.ask(task.prompt)\n    return 1",
+        )
+    found = [message for message in caplog.messages if "isolate" not in message]
+    assert (sentence in "\n".join(found)) if sentence else not found
+
+
+def test_a_demonstration_longer_than_the_tiny_model_and_a_held_out_score_of_training_tasks_are_warnings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = "[[Message(role='user', content=SEEN), Message(role='assistant', content='7' * 300)]]"
+    with caplog.at_level(logging.WARNING, "millrace.preflight"):
+        _check(
+            tmp_path,
+            f"def demonstrations(self, count, seed):\n    return {long}\n{_ASKS}",
+            evaluation={"split": "train"},
+        )
+    assert "has 402 tokens, and the tiny model has 256 positions" in caplog.text
+    assert "evaluation.split = 'train': the held-out score is one of tasks that are trained on" in caplog.text
+
+
+def test_an_error_is_followed_by_no_warning_of_a_coroutine_that_was_not_awaited(tmp_path: Path) -> None:
+    body = "reply = chat.ask('p')\n    return float(len(reply))"
+    with pytest.raises(InvalidInput, match="object of type 'coroutine' has no len"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _check(tmp_path, f"async def run(self, task, chat):\n    {body}")
+    gc.collect()
+
+
+@pytest.mark.parametrize(("rate", "side"), [(5.0, "above"), (5e-4, ""), (1e-6, "below")])
+def test_a_learning_rate_that_is_unusual_for_the_model_is_a_warning_of_every_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rate: float, side: str
+) -> None:
+    with caplog.at_level(logging.WARNING, "millrace.preflight"):
+        _check(tmp_path, _ASKS, learning_rate=rate)
+    sentence = f"learning_rate = {rate:g} is {side} what is usual for this size and kind, 0.0001 to 0.001"
+    assert (sentence in caplog.text) == bool(side)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +517,7 @@ from examples.calculator_agent import CalculatorAgent
 from tasks.checks.preflight import load_tasks
 from tasks.checks.trial import play_tasks
 from tests.builders import a_config
-play_tasks(workflow := CalculatorAgent(), load_tasks(workflow, a_config()), a_config())
+play_tasks(workflow := CalculatorAgent(), load_tasks(workflow, a_config()), a_config(), positions=None)
 print("vllm" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

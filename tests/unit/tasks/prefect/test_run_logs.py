@@ -12,11 +12,19 @@ from uuid import uuid4
 import pytest
 from prefect.exceptions import TerminationSignal
 from prefect.logging import handlers
-from prefect.states import exception_to_crashed_state
+from prefect.states import Cancelled, Failed, exception_to_crashed_state
 
 from storage.log.entries import Evaluation, Step
 from tasks.prefect import run_logs
-from tasks.prefect.run_logs import MOST_LINES, Progress, is_no_end, kept_for_prefect, log_evaluation, log_to_prefect
+from tasks.prefect.run_logs import (
+    MOST_LINES,
+    Progress,
+    is_no_end,
+    is_no_error_of_a_user,
+    kept_for_prefect,
+    log_evaluation,
+    log_to_prefect,
+)
 
 _EVALUATION: dict[str, Any] = {"version": 3, "split": "test", "num_tasks": 4, "shard_id": "e", "seconds": 1.5}
 
@@ -81,7 +89,15 @@ def test_messages_of_every_thread_go_to_the_flow_run_once_and_with_tracebacks(mo
 async def test_a_task_that_is_ended_with_its_flow_is_no_crash_and_one_that_dies_is() -> None:
     shown: list[str] = []
     for error in (asyncio.CancelledError(), KeyboardInterrupt(), TerminationSignal(15), MemoryError("no room")):
-        message = f"Crash detected! {(await exception_to_crashed_state(error)).message}"
-        record = logging.LogRecord("prefect.task_runs", logging.ERROR, "task_engine.py", 1, message, (), None)
-        shown += [type(error).__name__] if is_no_end(record) else []
-    assert shown == ["MemoryError"]
+        state = await exception_to_crashed_state(error)
+        for message in (f"Crash detected! {state.message}", f"Finished in state {state}"):  # as Prefect's task engine
+            record = logging.LogRecord("prefect.task_runs", logging.ERROR, "task_engine.py", 1, message, (), None)
+            shown += [type(error).__name__] if is_no_end(record) else []
+    assert shown == ["MemoryError", "MemoryError"]
+
+
+def test_a_flow_run_that_a_user_ended_is_no_error() -> None:
+    for state, level in ((Cancelled(message="ended by a user"), "INFO"), (Failed(message="no"), "ERROR")):
+        message = f"Finished in state {state}"
+        record = logging.LogRecord("prefect.flow_runs", logging.ERROR, "flow_engine.py", 1, message, (), None)
+        assert is_no_error_of_a_user(record) and record.levelname == level
