@@ -129,10 +129,14 @@ def build_pack(
     layout = Layout(
         lengths,
         device=device,
-        computed_T=shared_tokens(samples.input_ids_T[tokens], lengths),
+        computed_T=shared_tokens(_identities(samples, tokens), lengths),
         arithmetic=samples.arithmetic,
         team=team,
     )
+    if samples.routes_T is not None and samples.routed_T is not None:
+        routes_TLC = samples.routes_T[tokens].astype(np.int64)
+        routes_TLC[~samples.routed_T[tokens]] = -1
+        layout.replay(torch.from_numpy(routes_TLC).to(device))
     positions = np.flatnonzero(samples.mask_T[next_token] & ~is_last & layout.is_own_T.numpy())
     if not len(positions) and team is None:
         positions = np.zeros(1, np.int64)
@@ -156,12 +160,22 @@ def _num_predicting(samples: Samples, rows: np.ndarray) -> np.ndarray:
     return np.maximum(1, np.diff(samples.offsets)[rows] - 1)
 
 
+def _identities(samples: Samples, tokens: np.ndarray) -> np.ndarray:
+    """What makes tokens after equal ones the same: their ids, [T], and with routes their experts too, [T, V]."""
+    ids_T = samples.input_ids_T[tokens]
+    if samples.routes_T is None or samples.routed_T is None:
+        return ids_T
+    routes_TV = samples.routes_T[tokens].reshape(len(tokens), -1)
+    return np.concatenate([ids_T[:, None], samples.routed_T[tokens, None], routes_TV], 1, dtype=np.int32)
+
+
 def _num_new(samples: Samples, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """How many of them the row before in its group does not begin with."""
     order = np.argsort(samples.groups_B[rows], kind="stable")
-    tokens = np.concatenate([samples.input_ids_T[samples.offsets[rows[r]] :][: lengths[r]] for r in order])
+    tokens = np.concatenate([np.arange(samples.offsets[rows[r]], samples.offsets[rows[r]] + lengths[r]) for r in order])
+    shared = shared_tokens(_identities(samples, tokens), lengths[order])
     new = np.empty_like(lengths)
-    new[order] = new_tokens(shared_tokens(tokens, lengths[order]), torch.from_numpy(lengths[order])).numpy()
+    new[order] = new_tokens(shared, torch.from_numpy(lengths[order])).numpy()
     return new
 
 

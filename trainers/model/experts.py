@@ -1,7 +1,11 @@
-"""What the routers of a model with experts did in a forward pass: losses that keep experts in use, and counts.
+"""What the routers of a model with experts do in a forward pass: experts that are given to them, losses that keep
+experts in use, and counts.
 
 In: a causal LM whose routers transformers names, and tokens with weights. Out: logits and choices of the last forward
 pass, layer by layer; of them a term of the objective, and how many tokens each expert got.
+
+    router replay   a layer's router takes the experts that the engine chose. It weighs them as its architecture does,
+                    by its own logits, which have a gradient as ever (R3, https://arxiv.org/abs/2510.11370)
 
     balance   Σ_sequences w · E · Σ_e f_e · P_e   f: share of a sequence's choices, P: mean probability, w its weight
     router z  Σ_tokens w · (log Σ_e exp z_e)²
@@ -13,13 +17,19 @@ https://arxiv.org/abs/2202.08906.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from settings.errors import InvalidInput
 from trainers.model.kinds import decoder_of
-from trainers.model.layout import Layout
+from trainers.model.layout import Layout, current_layout, in_layout
 from trainers.model.teams import Team, of_all_tokens
 
 _TOKENS = "expert_tokens/"
@@ -32,6 +42,10 @@ class Routed(NamedTuple):
 
     logits: torch.Tensor
     chosen: torch.Tensor
+    own: torch.Tensor | None = None
+    """What it would have chosen, if experts were given to it."""
+    weights: torch.Tensor | None = None
+    """Of the chosen experts, [U, K]; None if it does not say."""
 
 
 class Routers:
@@ -39,36 +53,123 @@ class Routers:
 
     def __init__(self, causal_lm: nn.Module) -> None:
         self.seen: list[Routed] = []
-        self.number = 0  # of layers with a router
+        self._routers: list[tuple[int, nn.Module]] = []  # with the number of its layer
         self._is_noting = False
+        self._own: torch.Tensor | None = None
+        self._num_experts = 0
+        self._replays = False
         decoder = decoder_of(causal_lm)
         recorder: Any = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
         names = [] if recorder is None or isinstance(recorder, list) else list(decoder.named_modules())
         for name, module in names:
             if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
                 module.register_forward_hook(self._hook_of(recorder.index))
-                self.number += 1
+                layer = re.search(r"layers\.(\d+)\.", name)
+                self._routers.append((int(layer[1]) if layer else -1, module))
+
+    @property
+    def number(self) -> int:
+        """Of layers with a router."""
+        return len(self._routers)
 
     def _hook_of(self, index: int) -> Any:
         def note(_: nn.Module, __: Any, output: Any) -> None:
             if not self._is_noting:
                 return  # a layer that is computed again in the backward pass
             parts = output if isinstance(output, tuple) else (output,)
-            choices = [part for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.int64]
+            tensors = [part.flatten(0, -2) for part in parts if isinstance(part, torch.Tensor)]
+            choices = [part for part in tensors if part.dtype == torch.int64]
             if choices:
-                self.seen.append(Routed(parts[index].flatten(0, -2), choices[0].flatten(0, -2)))
+                weights = [part for part in tensors if part.is_floating_point() and part.shape == choices[0].shape]
+                logits = parts[index].flatten(0, -2)
+                self.seen.append(Routed(logits, choices[0], self._own, weights[0] if weights else None))
+                self._own = None
 
         return note
 
+    @torch.no_grad()
+    def replay(self, causal_lm: nn.Module) -> None:
+        """From now on choose the experts of `Layout.replay`. Tried on a few tokens: raises `InvalidInput` for a model
+        without experts, and for one whose routers do not take what they are given."""
+        name = type(causal_lm).__name__
+        if not self._routers:
+            raise InvalidInput(f"train.router_replay: {name} has no experts whose routers are known; leave it out")
+        for layer, module in self._routers:
+            module.forward = functools.partial(self._route, module.forward, layer)
+        self._replays = True
+        ids = torch.arange(1, 6)
+        layout, layers = Layout([len(ids)], device=ids.device), len(decoder_of(causal_lm).layers)
+        routes = torch.zeros(len(ids), layers, 1, dtype=torch.int64)
+        for _ in range(2):  # the first time by themselves, to see their sizes
+            with in_layout(layout), self:
+                decoder_of(causal_lm)(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False)
+            if not self.seen:
+                break
+            self._num_experts, choices = self.seen[0].logits.shape[1], self.seen[0].chosen.shape[1]
+            spread = torch.arange(choices) * (self._num_experts // choices)  # also over groups of experts
+            given = (ids[:, None, None] + torch.arange(layers)[:, None] + spread) % self._num_experts
+            taken = [torch.equal(each.chosen, given[:, layer]) for each, (layer, _) in zip(self.seen, self._routers)]
+            routes = given
+            layout.replay(routes)
+        weighed = [each.weights is None or bool((each.weights != 0).all()) for each in self.seen]
+        layers_of = [layer for layer, _ in self._routers]
+        is_whole = len(self.seen) == self.number == len(set(layers_of)) and min(layers_of) >= 0
+        if not (is_whole and all(taken) and all(weighed)):
+            raise InvalidInput(
+                f"train.router_replay: the routers of {name} do not take experts that are given to them; leave it out"
+            )
+
+    @contextlib.contextmanager
+    def by_themselves(self) -> Iterator[None]:
+        """Inside, they choose as if nothing were given."""
+        before, self._replays = self._replays, False
+        try:
+            yield
+        finally:
+            self._replays = before
+
+    @torch.compiler.disable
+    def _route(self, forward: Callable[..., Any], layer: int, *arguments: Any, **named: Any) -> Any:
+        layout = current_layout()
+        if not self._replays or layout is None or layout.routes_SLC is None:
+            return forward(*arguments, **named)
+        with _Given(layout.routes_SLC[:, layer], num_experts=self._num_experts) as given:
+            output = forward(*arguments, **named)
+        self._own = given.own
+        return output
+
     def share(self, team: Team, *, num_tokens: int) -> None:
         """What the ranks of a team have seen, each of its stretch, becomes known to all of them."""
-        self.seen = [Routed(*(of_all_tokens(part, team, num_tokens=num_tokens) for part in each)) for each in self.seen]
+        share = functools.partial(of_all_tokens, team=team, num_tokens=num_tokens)
+        self.seen = [Routed(*(None if part is None else share(part) for part in each)) for each in self.seen]
 
     def __enter__(self) -> None:
-        self.seen, self._is_noting = [], True
+        self.seen, self._own, self._is_noting = [], None, True
 
     def __exit__(self, *_: object) -> None:
         self._is_noting = False
+
+
+class _Given(TorchFunctionMode):
+    """Inside, the best `K` of a row of numbers of experts are those of `ids_UK`, or its own where these are −1: so what
+    a router does with their numbers before and afterwards is what its architecture does."""
+
+    def __init__(self, ids_UK: torch.Tensor, *, num_experts: int) -> None:
+        super().__init__()
+        self._ids_UK, self._num_experts = ids_UK, num_experts
+        self.own: torch.Tensor | None = None
+        """What it would have chosen, [U, K]."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        best = function(*arguments, **(named or {}))
+        if function not in (torch.topk, torch.Tensor.topk) or best.indices.shape != self._ids_UK.shape:
+            return best
+        scores = arguments[0] if arguments else (named or {})["input"]
+        if scores.shape[-1] != self._num_experts:
+            return best
+        self.own = best.indices
+        ids_UK = torch.where(self._ids_UK < 0, best.indices, self._ids_UK)
+        return torch.return_types.topk((scores.gather(-1, ids_UK), ids_UK))
 
 
 def router_terms(
