@@ -54,6 +54,15 @@ class StepBatch:
         """Tokens that are trained. A row's first is not: nothing predicts it."""
         return int(self.trained_T.sum() - self.trained_T[self.samples.offsets[:-1]].sum())
 
+    @property
+    def route_metrics(self) -> dict[str, float]:
+        """The share of the trained tokens whose experts are the engine's; nothing if no experts are replayed. A token's
+        log-probability comes from the states of the one before it."""
+        if self.samples.routed_T is None:
+            return {}
+        is_routed_T = np.concatenate([[False], self.samples.routed_T[:-1]])
+        return {"routes_replayed": float((is_routed_T & self.trained_T).sum() / max(1, self.num_trained))}
+
 
 def minibatches(samples: Samples, settings: TrainSettings, *, seed: int, step: int) -> Iterator[np.ndarray]:
     """The rows of each, epoch after epoch: whole groups, shuffled by seed and step."""

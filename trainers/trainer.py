@@ -86,7 +86,8 @@ class Trainer:
         """What the last step spent on the gap beside its own forward passes: probes, and copies of weights."""
         self._reference = None
         if reference is not None:
-            frozen = settings.model_copy(update={"lora": None, "activation_checkpointing": False})
+            alone = {"lora": None, "activation_checkpointing": False, "router_replay": False}
+            frozen = settings.model_copy(update=alone)
             self._reference = self._load(reference, frozen).requires_grad_(False)
         self._optimizers = [(self.optimizer, config.learning_rate)]  # each with its peak
         self.critic: Critic | None = None
@@ -164,6 +165,7 @@ class Trainer:
             "trained_rows": float(samples.num_rows),
             "trained_groups": float(len(np.unique(samples.groups_B))),
             "measured_groups": float(len(np.unique(samples.groups_B[batch.moving_B]))),
+            **batch.route_metrics,
             **staleness_metrics(lag_T, samples.mask_T, in_time_T, max_staleness=max_staleness),
         }
 
@@ -186,6 +188,8 @@ class Trainer:
             logits_gib=settings.logits_gib,
             seed=self._config.seed,
         )
+        if settings.router_replay:
+            model.routers.replay(model.causal_lm)
         refuse_team(model.causal_lm, settings.sequence_parallel)
         dtype, offload = getattr(torch, settings.computes_in), settings.offload_optimizer
         shard(model, model.layers, mesh=self._mesh, dtype=dtype, offload=offload)
@@ -334,7 +338,8 @@ class Trainer:
                 values["logprobs"], values["entropy"] = self._forward(self.model, pack)
             if "reference" in wanted:
                 with without_adapters(self.model) if self._reference is None else contextlib.nullcontext():
-                    values["reference"], _ = self._forward(self._reference or self.model, pack)
+                    with self.model.routers.by_themselves():
+                        values["reference"], _ = self._forward(self._reference or self.model, pack)
             if self.critic is not None and "values" in wanted:
                 values["values"] = self.critic(pack)
             for name in arrays.keys() & values.keys() if not pack.is_idle else ():

@@ -44,8 +44,14 @@ class Routed(NamedTuple):
     chosen: torch.Tensor
     own: torch.Tensor | None = None
     """What it would have chosen, if experts were given to it."""
-    weights: torch.Tensor | None = None
-    """Of the chosen experts, [U, K]; None if it does not say."""
+
+
+class RouteSizes(NamedTuple):
+    """What a model's routes are made of."""
+
+    layers: int
+    choices: int
+    experts: int
 
 
 class Routers:
@@ -56,8 +62,9 @@ class Routers:
         self._routers: list[tuple[int, nn.Module]] = []  # with the number of its layer
         self._is_noting = False
         self._own: torch.Tensor | None = None
-        self._num_experts = 0
         self._replays = False
+        self.sizes: RouteSizes | None = None
+        """Of the routes that are replayed; None if none are."""
         decoder = decoder_of(causal_lm)
         recorder: Any = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
         names = [] if recorder is None or isinstance(recorder, list) else list(decoder.named_modules())
@@ -77,12 +84,9 @@ class Routers:
             if not self._is_noting:
                 return  # a layer that is computed again in the backward pass
             parts = output if isinstance(output, tuple) else (output,)
-            tensors = [part.flatten(0, -2) for part in parts if isinstance(part, torch.Tensor)]
-            choices = [part for part in tensors if part.dtype == torch.int64]
+            choices = [part for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.int64]
             if choices:
-                weights = [part for part in tensors if part.is_floating_point() and part.shape == choices[0].shape]
-                logits = parts[index].flatten(0, -2)
-                self.seen.append(Routed(logits, choices[0], self._own, weights[0] if weights else None))
+                self.seen.append(Routed(parts[index].flatten(0, -2), choices[0].flatten(0, -2), self._own))
                 self._own = None
 
         return note
@@ -91,33 +95,47 @@ class Routers:
     def replay(self, causal_lm: nn.Module) -> None:
         """From now on choose the experts of `Layout.replay`. Tried on a few tokens: raises `InvalidInput` for a model
         without experts, and for one whose routers do not take what they are given."""
-        name = type(causal_lm).__name__
+        name, layers = type(causal_lm).__name__, len(decoder_of(causal_lm).layers)
         if not self._routers:
             raise InvalidInput(f"train.router_replay: {name} has no experts whose routers are known; leave it out")
+        refusal = InvalidInput(
+            f"train.router_replay: the routers of {name} do not take experts that are given to them; leave it out"
+        )
+        of_layer = [layer for layer, _ in self._routers]
         for layer, module in self._routers:
             module.forward = functools.partial(self._route, module.forward, layer)
-        self._replays = True
-        ids = torch.arange(1, 6)
-        layout, layers = Layout([len(ids)], device=ids.device), len(decoder_of(causal_lm).layers)
-        routes = torch.zeros(len(ids), layers, 1, dtype=torch.int64)
-        for _ in range(2):  # the first time by themselves, to see their sizes
-            with in_layout(layout), self:
-                decoder_of(causal_lm)(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False)
-            if not self.seen:
-                break
-            self._num_experts, choices = self.seen[0].logits.shape[1], self.seen[0].chosen.shape[1]
-            spread = torch.arange(choices) * (self._num_experts // choices)  # also over groups of experts
-            given = (ids[:, None, None] + torch.arange(layers)[:, None] + spread) % self._num_experts
-            taken = [torch.equal(each.chosen, given[:, layer]) for each, (layer, _) in zip(self.seen, self._routers)]
-            routes = given
-            layout.replay(routes)
-        weighed = [each.weights is None or bool((each.weights != 0).all()) for each in self.seen]
-        layers_of = [layer for layer, _ in self._routers]
-        is_whole = len(self.seen) == self.number == len(set(layers_of)) and min(layers_of) >= 0
-        if not (is_whole and all(taken) and all(weighed)):
-            raise InvalidInput(
-                f"train.router_replay: the routers of {name} do not take experts that are given to them; leave it out"
-            )
+        ids_T = torch.arange(1, 6)
+        layout = Layout([len(ids_T)], device=ids_T.device)
+        self._try(causal_lm, ids_T, layout)
+        if len(self.seen) != len(of_layer) or len(set(of_layer)) != len(of_layer) or min(of_layer) < 0:
+            raise refusal
+        (_, choices), (_, experts) = self.seen[0].chosen.shape, self.seen[0].logits.shape
+        self._replays, self.sizes = True, RouteSizes(layers, choices, experts)
+        spread = torch.arange(choices) * (experts // choices)  # also over groups of experts
+        routes_TLC = (ids_T[:, None, None] + torch.arange(layers)[:, None] + spread) % experts
+        layout.replay(routes_TLC)
+        weights = self._try(causal_lm, ids_T, layout)
+        for layer, routed in zip(of_layer, self.seen, strict=True):
+            if not torch.equal(routed.chosen, routes_TLC[:, layer]):
+                raise refusal
+        if any((each == 0).any() for each in weights if each.shape[-1] == choices):  # masked before they are taken
+            raise refusal
+
+    def _try(self, causal_lm: nn.Module, ids_T: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+        """A forward pass; returns all numbers that routers gave."""
+        numbers: list[torch.Tensor] = []
+
+        def note(_: nn.Module, __: Any, output: Any) -> None:
+            parts = output if isinstance(output, tuple) else (output,)
+            numbers.extend(each for each in parts if isinstance(each, torch.Tensor) and each.is_floating_point())
+
+        hooks = [module.register_forward_hook(note) for _, module in self._routers]
+        with in_layout(layout), self:
+            positions_T = torch.arange(len(ids_T))
+            decoder_of(causal_lm)(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        return numbers
 
     @contextlib.contextmanager
     def by_themselves(self) -> Iterator[None]:
@@ -131,9 +149,9 @@ class Routers:
     @torch.compiler.disable
     def _route(self, forward: Callable[..., Any], layer: int, *arguments: Any, **named: Any) -> Any:
         layout = current_layout()
-        if not self._replays or layout is None or layout.routes_SLC is None:
+        if not self._replays or self.sizes is None or layout is None or layout.routes_SLC is None:
             return forward(*arguments, **named)
-        with _Given(layout.routes_SLC[:, layer], num_experts=self._num_experts) as given:
+        with _Given(layout.routes_SLC[:, layer], num_experts=self.sizes.experts) as given:
             output = forward(*arguments, **named)
         self._own = given.own
         return output
@@ -176,13 +194,18 @@ def router_terms(
     seen: list[Routed], layout: Layout, *, mask_T: torch.Tensor, weights_T: torch.Tensor, sequences_T: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Balance and router z, means over layers, with gradients; and how many of the tokens under the mask each expert of
-    each layer got, by names that `load_metrics` takes."""
+    each layer got, by names that `load_metrics` takes, and how many would have gone to others without replay."""
     balance, router_z = [], []
     counts: dict[str, float] = {}
     weight_T = weights_T * mask_T
     length_S = layout.lengths_S.to(weight_T.device)
     weight_S = weight_T.new_zeros(len(length_S)).index_add(0, sequences_T, weight_T)
-    for layer, (logits_TE, chosen_TK) in enumerate(seen):
+    for layer, (logits_TE, chosen_TK, own_TK) in enumerate(seen):
+        if own_TK is not None:
+            is_other_U = (own_TK.sort(-1).values != chosen_TK.sort(-1).values).any(-1)
+            is_other_T = is_other_U if layout.computed_T is None else is_other_U.index_select(0, layout.computed_T)
+            others = {"routes_changed": float((is_other_T * mask_T).sum()), "routes_changed/of": float(mask_T.sum())}
+            counts |= {name: counts.get(name, 0.0) + number for name, number in others.items()}
         if layout.computed_T is not None:
             logits_TE, chosen_TK = (part.index_select(0, layout.computed_T) for part in (logits_TE, chosen_TK))
         logits_TE = logits_TE.float()
