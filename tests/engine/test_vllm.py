@@ -61,14 +61,14 @@ def _run_checks(module: str, base: Path, scratch: Path, seconds: float = 1100, *
     return said.splitlines()[-1]
 
 
-@pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_merged"])
+@pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_merged", "check_routes"])
 def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path, module: str) -> None:
     _run_checks(module, base_model, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3700)  # eight minutes on two quiet cores, and much longer beside other work
-@pytest.mark.parametrize("module", ["check_engine", "check_lora"])
+@pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_routes"])
 def test_an_engine_that_schedules_and_samples_as_on_a_gpu(base_model: Path, tmp_path: Path, module: str) -> None:
     path = os.pathsep.join([str(PROJECT / "tests" / "engine" / "gpu_runner"), str(PROJECT)])
     _run_checks(module, base_model, tmp_path, 3600, GPU_RUNNER="1", PYTHONPATH=path)
@@ -76,7 +76,7 @@ def test_an_engine_that_schedules_and_samples_as_on_a_gpu(base_model: Path, tmp_
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_sleep"])
+@pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_sleep", "check_routes"])
 def test_an_engine_on_a_gpu(base_model: Path, tmp_path: Path, module: str) -> None:
     """In float32 vLLM's attention would multiply in tf32, and the checks allow 2e-3 nats."""
     _run_checks(module, base_model, tmp_path, TRITON_F32_DEFAULT="ieee")
