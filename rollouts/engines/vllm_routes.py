@@ -23,6 +23,11 @@ class RoutingScheduler(Scheduler):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        if not self.cache_config.enable_prefix_caching:
+            raise ValueError(
+                "train.router_replay: vLLM keeps routes by blocks of its prefix cache, and has none for this model; "
+                "leave it out"
+            )
         self.aux_output_connector = AuxOutputSchedulerConnector()
 
 

@@ -133,10 +133,8 @@ def build_pack(
         arithmetic=samples.arithmetic,
         team=team,
     )
-    if samples.routes_T is not None and samples.routed_T is not None:
-        routes_TLC = samples.routes_T[tokens].astype(np.int64)
-        routes_TLC[~samples.routed_T[tokens]] = -1
-        layout.replay(torch.from_numpy(routes_TLC).to(device))
+    if samples.routes_T is not None:
+        layout.replay(torch.from_numpy(_routes(samples, tokens)).to(device).long())
     positions = np.flatnonzero(samples.mask_T[next_token] & ~is_last & layout.is_own_T.numpy())
     if not len(positions) and team is None:
         positions = np.zeros(1, np.int64)
@@ -160,13 +158,18 @@ def _num_predicting(samples: Samples, rows: np.ndarray) -> np.ndarray:
     return np.maximum(1, np.diff(samples.offsets)[rows] - 1)
 
 
+def _routes(samples: Samples, tokens: np.ndarray) -> np.ndarray:
+    """The experts to replay for these tokens, −1 where they are not known; int32, [T, L, C]."""
+    assert samples.routes_T is not None and samples.routed_T is not None
+    return np.where(samples.routed_T[tokens, None, None], samples.routes_T[tokens].astype(np.int32), -1)
+
+
 def _identities(samples: Samples, tokens: np.ndarray) -> np.ndarray:
     """What makes tokens after equal ones the same: their ids, [T], and with routes their experts too, [T, V]."""
     ids_T = samples.input_ids_T[tokens]
-    if samples.routes_T is None or samples.routed_T is None:
+    if samples.routes_T is None:
         return ids_T
-    routes_TV = samples.routes_T[tokens].reshape(len(tokens), -1)
-    return np.concatenate([ids_T[:, None], samples.routed_T[tokens, None], routes_TV], 1, dtype=np.int32)
+    return np.concatenate([ids_T[:, None], _routes(samples, tokens).reshape(len(tokens), -1)], 1)
 
 
 def _num_new(samples: Samples, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
