@@ -133,7 +133,10 @@ def check(table: pa.Table, *, name: str) -> None:
     if ROUTES in table.column_names:
         of_tokens = pc.list_value_length(table[ROUTES])
         rule(not of_tokens.null_count, f"{ROUTES} has nulls")
-        rule(pc.all(pc.or_(pc.equal(of_tokens, 0), pc.equal(of_tokens, lengths))).as_py() is not False, f"{ROUTES} and input_ids differ in length")
+        is_none_or_all = pc.or_(pc.equal(of_tokens, 0), pc.equal(of_tokens, lengths))
+        rule(pc.all(is_none_or_all).as_py() is not False, f"{ROUTES} and input_ids differ in length")
+        by_choice = _whole(table[ROUTES]).flatten().flatten()  # of tokens that have some
+        rule(not by_choice.null_count and not by_choice.flatten().null_count, f"a number in {ROUTES} is null")
     columns = {key: _whole(table[key]) for key in _TOKEN_COLUMNS}
     rule(not any(column.flatten().null_count for column in columns.values()), "a token has a null")
     mask, logprobs, versions = (flat(columns[key]) for key in ("loss_mask", "logprobs", "weight_versions"))
@@ -173,7 +176,7 @@ def flat_routes(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     by_layer = column.flatten()
     by_choice = by_layer.values
     layers, choices = by_layer.type.list_size, by_choice.type.list_size
-    ids_NC = by_choice.values.to_numpy().reshape(-1, choices)[by_choice.offset :][: len(by_choice)]
+    ids_NC = by_choice.values.fill_null(0).to_numpy().reshape(-1, choices)[by_choice.offset :][: len(by_choice)]
     ids_NLC = ids_NC.reshape(-1, layers, choices)[by_layer.offset :][: len(by_layer)]
     is_known_N = by_layer.is_valid().to_numpy(zero_copy_only=False)
     lengths = np.diff(row_offsets(table["input_ids"]))

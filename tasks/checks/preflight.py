@@ -303,6 +303,11 @@ def check_router_replay(config: RunConfig) -> None:
     about = about_model(config)
     if about and (reason := replay_refusal(about)):
         raise InvalidInput(f"train.router_replay: {reason}; leave it out")
+    if about.get("kv_lora_rank") and is_cpu_build():
+        raise InvalidInput(
+            f"train.router_replay: vLLM's build for CPUs has no prefix cache for {about.get('model_type')!r}, whose "
+            "attention is latent, and so does not say which experts it chose; leave it out, or use the build for GPUs"
+        )
     arguments = config.engine.vllm
     unfit = {"enable_prefix_caching": False, "scheduler_cls": arguments.get("scheduler_cls")}
     unfit |= {"enforce_eager": False} if is_cpu_build() else {}

@@ -252,7 +252,12 @@ def test_a_machine_without_a_sandbox_is_named_at_the_start_or_refused_if_the_run
     ("about", "engine", "refusal"),
     [
         ({"model_type": "olmoe", "num_experts": 64}, {}, ""),
-        ({"model_type": "deepseek_v3", "n_routed_experts": 8}, {"vllm": {"pipeline_parallel_size": 1}}, ""),
+        ({"model_type": "glm4_moe", "n_routed_experts": 8}, {"vllm": {"pipeline_parallel_size": 1}}, ""),
+        (
+            {"model_type": "deepseek_v3", "n_routed_experts": 8, "kv_lora_rank": 512},
+            {},
+            "build for CPUs has no prefix cache for 'deepseek_v3'",
+        ),
         ({"model_type": "llama"}, {}, "a model of type 'llama' has no experts; leave it out"),
         ({"model_type": "phimoe", "num_local_experts": 16}, {}, "the routers of 'phimoe' do not take experts"),
         ({"model_type": "olmoe", "num_experts": 64}, {"kind": "scripted"}, "engine.kind = 'scripted' has no experts"),
