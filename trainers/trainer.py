@@ -337,9 +337,9 @@ class Trainer:
             if wanted & {"logprobs", "entropy"}:
                 values["logprobs"], values["entropy"] = self._forward(self.model, pack)
             if "reference" in wanted:
-                with without_adapters(self.model) if self._reference is None else contextlib.nullcontext():
-                    with self.model.routers.by_themselves():
-                        values["reference"], _ = self._forward(self._reference or self.model, pack)
+                off = without_adapters(self.model) if self._reference is None else contextlib.nullcontext()
+                with off, self.model.routers.by_themselves():
+                    values["reference"], _ = self._forward(self._reference or self.model, pack)
             if self.critic is not None and "values" in wanted:
                 values["values"] = self.critic(pack)
             for name in arrays.keys() & values.keys() if not pack.is_idle else ():

@@ -126,7 +126,7 @@ def in_every_batch() -> dict[str, Any]:
 
 
 def with_routes() -> dict[str, Any]:
-    """vLLM's arguments with which replies have the routes of their tokens. On CPUs compiled code would hand out none."""
+    """vLLM's arguments with which replies come with routes. Compiled code on CPUs would hand out none."""
     if is_cpu_build() and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
         return {"enforce_eager": True, "scheduler_cls": "rollouts.engines.vllm_routes.RoutingScheduler"}
     return {"enable_return_routed_experts": True}

@@ -204,8 +204,8 @@ def _requests(rows: Sequence[_Row]) -> list[list[dict[str, Any]]]:
 
 
 def _routes(rows: Sequence[_Row]) -> pa.Array | None:
-    """For each token of a row its experts, null for the last; empty for a row that is not captured whole. None if no row
-    is."""
+    """For each token of a row its experts, null for the last; empty for a row that was not captured whole. None if no
+    turn has any."""
     parts: list[list[Routes]] = [[turn.routes for turn in row.turns if turn.routes is not None] for row in rows]
     kinds = {(each.layers, each.choices, each.id_bytes) for part in parts for each in part}
     if not kinds:

@@ -110,7 +110,9 @@ def check_schema(schema: pa.Schema, *, name: str) -> None:
         except (AttributeError, KeyError, ValueError):
             is_right = False
         if not is_right:
-            raise BadShard(f"shard {name}: column {ROUTES} has type {actual}, and is to have numbers by layer and choice")
+            raise BadShard(
+                f"shard {name}: column {ROUTES} has type {actual}, and is to have numbers by layer and choice"
+            )
 
 
 def check(table: pa.Table, *, name: str) -> None:

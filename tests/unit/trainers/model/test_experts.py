@@ -15,6 +15,7 @@ from tests.unit.trainers.builders import (
     gradients,
     largest_difference,
     random_rows,
+    routed,
     samples_of,
     take_step,
     tiny_model,
@@ -22,7 +23,6 @@ from tests.unit.trainers.builders import (
     weights,
 )
 from trainers.data.packing import position_ids
-from trainers.data.samples import Samples
 from trainers.model.experts import Routed, load_metrics, router_terms
 from trainers.model.layout import Layout
 from trainers.model.model import PolicyModel, load_model
@@ -93,8 +93,8 @@ def _chosen(model: PolicyModel) -> torch.Tensor:
     """By layer of the model; −1 in one without experts. Shape [T, L, C]."""
     layers = [layer for layer, _ in model.routers._routers]
     chosen = torch.full((len(_IDS), len(model.layers), model.routers.seen[0].chosen.shape[1]), -1)
-    for layer, routed in zip(layers, model.routers.seen, strict=True):
-        chosen[:, layer] = routed.chosen
+    for layer, seen in zip(layers, model.routers.seen, strict=True):
+        chosen[:, layer] = seen.chosen
     return chosen
 
 
@@ -129,11 +129,11 @@ def test_given_experts_are_weighed_by_the_routers_own_logits(tmp_path: Path) -> 
         model.routers.replay(model.causal_lm)
         weighed: list[torch.Tensor] = []
         for _, module in model.routers._routers:
-            module.register_forward_hook(lambda _, __, output: weighed.append(output[1]))
+            module.register_forward_hook(lambda _, __, output, to=weighed: to.append(output[1]))
         given = (torch.arange(len(_IDS))[:, None, None] + torch.tensor([0, 1])).expand(-1, 4, -1) % 4
         _hidden(model, given)
-        for layer, (routed, weights_TC) in enumerate(zip(model.routers.seen, weighed, strict=True)):
-            expected = routed.logits.gather(1, given[:, layer]).softmax(-1)
+        for layer, (seen, weights_TC) in enumerate(zip(model.routers.seen, weighed, strict=True)):
+            expected = seen.logits.gather(1, given[:, layer]).softmax(-1)
             torch.testing.assert_close(weights_TC, expected)
 
 
@@ -144,19 +144,9 @@ def test_models_whose_routers_take_nothing_are_refused_by_name(tmp_path: Path, m
         trainer_of(tmp_path, router_replay=True)
 
 
-def _with_routes(samples: Samples, *, seed: int = 0) -> Samples:
-    """Random experts of a model with 2 layers and 2 of 4 experts, for all tokens but each row's last."""
-    draw = np.random.default_rng(seed)
-    first = draw.integers(4, size=(len(samples.mask_T), 2, 1))
-    routed_T = np.ones(len(first), bool)
-    routed_T[samples.offsets[1:] - 1] = False
-    routes_T = np.concatenate([first, (first + 1) % 4], -1).astype(np.uint8)
-    return dataclasses.replace(samples, routes_T=routes_T, routed_T=routed_T)
-
-
 def test_a_step_takes_the_experts_of_its_samples_whatever_fits_into_a_pack(tmp_path: Path) -> None:
     tiny_folder(tmp_path, tiny_config("qwen3_moe", num_hidden_layers=2))
-    samples = _with_routes(samples_of(random_rows(tmp_path, num_groups=2)))
+    samples = routed(samples_of(random_rows(tmp_path, num_groups=2)), layers=2)
     ways: dict[str, dict[str, Any]] = {
         "one pack": {},
         "small packs": {"tokens_per_microbatch": 16},
@@ -179,10 +169,9 @@ def test_a_step_takes_the_experts_of_its_samples_whatever_fits_into_a_pack(tmp_p
 def test_tokens_that_are_the_same_with_other_experts_are_computed_apart(tmp_path: Path) -> None:
     """Attempts of a group begin alike: what they share is computed once, if its experts are the same too."""
     tiny_folder(tmp_path, tiny_config("qwen3_moe", num_hidden_layers=2))
-    samples = _with_routes(samples_of(random_rows(tmp_path, num_groups=1, attempts=2)))
+    samples = routed(samples_of(random_rows(tmp_path, num_groups=1, attempts=2)), layers=2)
     assert samples.routes_T is not None
-    second, length = samples.offsets[1], int((~samples.mask_T).sum()) // 2
-    samples.routes_T[second : second + length] = samples.routes_T[:length]
+    second = samples.offsets[1]
     found = {}
     for name, changed in (("alike", 0), ("other experts", 1)):
         samples.routes_T[second + 1, :] = (samples.routes_T[1] + changed) % 4
@@ -197,7 +186,7 @@ def test_tokens_that_are_the_same_with_other_experts_are_computed_apart(tmp_path
 def test_samples_without_routes_are_trained_bit_for_bit_as_without_replay(tmp_path: Path) -> None:
     tiny_folder(tmp_path, tiny_config("qwen3_moe", num_hidden_layers=2))
     samples = samples_of(random_rows(tmp_path, num_groups=2))
-    plain, replaying, partly = trainer_of(tmp_path), trainer_of(tmp_path, router_replay=True), _with_routes(samples)
+    plain, replaying, partly = trainer_of(tmp_path), trainer_of(tmp_path, router_replay=True), routed(samples, layers=2)
     metrics = take_step(plain, samples)
     assert take_step(replaying, samples) == metrics and "routes_replayed" not in metrics
     assert largest_difference(weights(replaying), weights(plain)) == 0
@@ -215,7 +204,7 @@ def test_a_reference_chooses_its_experts_itself(tmp_path: Path) -> None:
     found = []
     for reference in ("base", "lora_off"):
         lora = {"lora": {"rank": 2, "alpha": 4}} if reference == "lora_off" else {}
-        for each in (samples, _with_routes(samples)):
+        for each in (samples, routed(samples, layers=2)):
             trainer = trainer_of(tmp_path, router_replay=True, reference={"kind": reference}, **lora)
             looked = trainer._look(each, np.arange(each.num_rows), {"logprobs", "reference"})
             found.append(looked)
