@@ -2,7 +2,7 @@
 
 In: tiny random models with experts, in float32 and bfloat16, on a CPU. Out: `docs/router_replay.json`, and a table.
 
-    python -m benchmarks.router_replay [qwen3_moe olmoe …] [--json docs/router_replay.json]
+    python -m benchmarks.router_replay ["OLMoE, 8 of 64" …] [--json docs/router_replay.json]
 
     equal choices   of all layers and tokens, those with the same experts on both sides, before replay and with it
     gap             mean |trainer − engine| of a sampled token's log-probability, in nats
@@ -23,17 +23,15 @@ from typing import Annotated, Any
 
 import typer
 
-_MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_hidden_layers": 12, "num_experts": 128, "num_experts_per_tok": 1, "moe_intermediate_size": 128},
-    "qwen3_moe, 8 of 128": {
-        **{"num_hidden_layers": 12, "num_experts": 128, "num_experts_per_tok": 8},
-        **{"moe_intermediate_size": 128, "norm_topk_prob": True},
-    },
-    "olmoe": {"num_hidden_layers": 12, "num_experts": 64, "num_experts_per_tok": 8},
-    "gpt_oss": {"num_hidden_layers": 12, "num_local_experts": 32, "num_experts_per_tok": 4},
-    "mixtral": {"num_hidden_layers": 12, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "glm4_moe": {"num_hidden_layers": 12, "n_routed_experts": 64, "num_experts_per_tok": 4},
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-MoE, 2 of 128": ("qwen3_moe", {"num_local_experts": 128, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "Qwen3-MoE, 8 of 128": ("qwen3_moe", {"num_local_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}),
+    "OLMoE, 8 of 64": ("olmoe", {"num_experts": 64, "num_experts_per_tok": 8, "intermediate_size": 128}),
+    "gpt-oss, 4 of 32": ("gpt_oss", {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 128}),
+    "Mixtral, 2 of 8": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128}),
+    "GLM-4-MoE, 4 of 64": ("glm4_moe", {"n_routed_experts": 64, "num_experts_per_tok": 4, "norm_topk_prob": True}),
 }
+_SIZES: dict[str, Any] = {"num_hidden_layers": 8, "moe_intermediate_size": 128, "initializer_range": 0.1}
 _PROMPTS, _TOKENS, _FAR = 32, 160, 0.1
 
 
@@ -51,15 +49,10 @@ def main(
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, mp_context=context) as one, tempfile.TemporaryDirectory() as scratch:
                 found = one.submit(_measure, name, dtype, Path(scratch) / "model").result()
-            rows.append({"model": name, **_sizes(_MODELS[name]), "dtype": dtype, **found})
+            rows.append({"model": name, "layers": _SIZES["num_hidden_layers"], "dtype": dtype, **found})
             print(json.dumps(rows[-1]), flush=True)
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     json_file.write_text(json.dumps({"day": day, "models": rows}, indent=1) + "\n")
-
-
-def _sizes(model: dict[str, Any]) -> dict[str, int]:
-    experts = next(value for name, value in model.items() if name.endswith("experts"))
-    return {"layers": model["num_hidden_layers"], "experts": experts, "choices": model["num_experts_per_tok"]}
 
 
 def _measure(name: str, dtype: str, folder: Path) -> dict[str, Any]:
@@ -70,8 +63,8 @@ def _measure(name: str, dtype: str, folder: Path) -> dict[str, Any]:
     from rollouts.engines.vllm_core import with_routes
     from tests.architectures import tiny_config, tiny_folder
 
-    model_type = name.partition(",")[0]
-    tiny_folder(folder, tiny_config(model_type, initializer_range=0.15, dtype=dtype, **_MODELS[name]))
+    model_type, sizes = _MODELS[name]
+    tiny_folder(folder, tiny_config(model_type, dtype=dtype, **_SIZES, **sizes))
     with _trainer() as trainer:
         llm = _llm(folder, dtype=dtype, max_model_len=256, max_num_seqs=32, **with_routes())
         [(_, error)] = llm.collective_rpc("capture_routes")
@@ -84,7 +77,9 @@ def _measure(name: str, dtype: str, folder: Path) -> dict[str, Any]:
         for ids, reply in zip(prompts, replies, strict=True):
             [completion] = reply.outputs
             pairs = zip(completion.logprobs, completion.token_ids, strict=True)
-            rows.append((ids, list(completion.token_ids), [at[t].logprob for at, t in pairs], completion.routed_experts))
+            rows.append(
+                (ids, list(completion.token_ids), [at[t].logprob for at, t in pairs], completion.routed_experts)
+            )
         return trainer.submit(_compare, folder, dtype, rows).result()
 
 
