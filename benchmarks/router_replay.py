@@ -92,8 +92,10 @@ def _compare(folder: Path, dtype: str, rows: list[tuple[list[int], list[int], li
     from trainers.model.layout import Layout
     from trainers.model.model import load_model
 
-    model = load_model(folder, dtype=getattr(torch, dtype))
+    model = load_model(folder)
     model.routers.replay(model.causal_lm)
+    for parameter in model.parameters():  # as in training: what is no parameter stays in float32
+        parameter.data = parameter.data.to(getattr(torch, dtype))
     sequences = [[*prompt, *sampled] for prompt, sampled, *_ in rows]
     lengths = [len(ids) - 1 for ids in sequences]
     ids_T = torch.tensor([token for ids in sequences for token in ids[:-1]])

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from settings.errors import InvalidInput
 from settings.train import TrainSettings
@@ -123,7 +122,7 @@ def refuse_shards(
         raise RefusedShards(reasons)
 
 
-def refuse_routes(tables: Mapping[str, pa.Table], *, layers: int, choices: int, experts: int) -> None:
+def refuse_routes(tables: Mapping[str, Any], *, layers: int, choices: int, experts: int) -> None:
     """Raise `RefusedShards` for tables, by shard, with routes of a model that has not these layers, experts of a token
     in each, and experts."""
     reasons: dict[str, str] = {}

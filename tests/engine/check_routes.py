@@ -16,7 +16,7 @@ import torch
 from rollouts.chat.chat import Chat
 from rollouts.engines.engine import Generation, UpdateMode
 from storage.records import Message, Routes, Sampling
-from tests.engine.bench import Bench
+from tests.engine.bench import LONG, Bench
 from tests.engine.policies import with_experts
 from trainers.data.packing import position_ids
 from trainers.model.layout import Layout
@@ -59,6 +59,12 @@ async def every_token_has_its_experts_whatever_is_cached_or_computed_in_parts(be
             assert_routed(bench, prompt, reply)
 
 
+async def a_request_that_is_preempted_and_computed_again_has_them_too(bench: Bench) -> None:
+    """The cache holds 768 tokens, and these want four times as many."""
+    for reply in await asyncio.gather(*(bench.generate(LONG) for _ in range(16))):
+        assert_routed(bench, bench.prompt, reply)
+
+
 async def a_reply_that_is_cut_has_those_of_what_is_left(bench: Bench) -> None:
     sampling = Sampling(max_tokens=40, seed=7)
     whole, cut = await asyncio.gather(
@@ -99,12 +105,12 @@ async def turns_record_each_token_of_a_conversation_once(bench: Bench) -> None:
 
 async def check(base: Path, scratch: Path) -> None:
     (scratch / "experts").mkdir()
-    bench = Bench(
-        with_experts(base, scratch / "base"), scratch / "experts", captures_routes=True, max_num_batched_tokens=64
-    )
+    limits = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 24}
+    bench = Bench(with_experts(base, scratch / "base"), scratch / "experts", captures_routes=True, **limits)
     try:
         await bench.start()
         await every_token_has_its_experts_whatever_is_cached_or_computed_in_parts(bench)
+        await a_request_that_is_preempted_and_computed_again_has_them_too(bench)
         await a_reply_that_is_cut_has_those_of_what_is_left(bench)
         modes: tuple[UpdateMode, ...] = ("keep", "abort", "wait")
         for mode in modes:

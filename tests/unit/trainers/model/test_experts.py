@@ -2,6 +2,7 @@
 routers that replay take the experts they are given, and nothing else from them."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from settings.errors import InvalidInput
+from storage.policies.model_config import EXPERTS
 from tests.architectures import SEQUENCES, tiny_config, tiny_folder
+from tests.conftest import PROJECT
 from tests.unit.trainers.builders import (
     gradients,
     largest_difference,
@@ -24,6 +27,7 @@ from tests.unit.trainers.builders import (
 )
 from trainers.data.packing import position_ids
 from trainers.model.experts import Routed, load_metrics, router_terms
+from trainers.model.kinds import replay_refusal
 from trainers.model.layout import Layout
 from trainers.model.model import PolicyModel, load_model
 
@@ -118,6 +122,23 @@ def test_routers_take_the_experts_they_are_given_and_weigh_them_as_ever(tmp_path
     other.square().sum().backward()
     routers = [module.weight.grad for _, module in model.routers._routers if hasattr(module, "weight")]
     assert all(gradient is not None and gradient.norm() > 0 for gradient in routers)
+
+
+def test_preflight_knows_which_of_all_architectures_take_experts(tmp_path: Path) -> None:
+    rows = json.loads((PROJECT / "docs" / "models.json").read_text())
+    found = {}
+    for model_type in (name for name, row in rows.items() if not row["packed"].startswith("no")):
+        about = (config := tiny_config(model_type)).get_text_config().to_dict()
+        if any(about.get(name) for name in EXPERTS):
+            tiny_folder(tmp_path / model_type, config)
+            model = load_model(tmp_path / model_type)
+            try:
+                model.routers.replay(model.causal_lm)
+            except InvalidInput:
+                found[model_type] = "do not take experts that are given to them" in replay_refusal(about)
+            else:
+                found[model_type] = not replay_refusal(about)
+    assert len(found) > 35 and [name for name, is_right in found.items() if not is_right] == []
 
 
 def test_given_experts_are_weighed_by_the_routers_own_logits(tmp_path: Path) -> None:
