@@ -60,7 +60,7 @@ async def every_token_has_its_experts_whatever_is_cached_or_computed_in_parts(be
 
 
 async def a_request_that_is_preempted_and_computed_again_has_them_too(bench: Bench) -> None:
-    """The cache holds 768 tokens, and these want four times as many."""
+    """The cache holds 1,536 tokens, and these want twice as many."""
     for reply in await asyncio.gather(*(bench.generate(LONG) for _ in range(16))):
         assert_routed(bench, bench.prompt, reply)
 
@@ -105,7 +105,7 @@ async def turns_record_each_token_of_a_conversation_once(bench: Bench) -> None:
 
 async def check(base: Path, scratch: Path) -> None:
     (scratch / "experts").mkdir()
-    limits = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 24}
+    limits = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 48}
     bench = Bench(with_experts(base, scratch / "base"), scratch / "experts", captures_routes=True, **limits)
     try:
         await bench.start()
