@@ -89,6 +89,10 @@ class TrainSettings(Block):
     """Weight of the policy's entropy in the objective."""
     router: RouterSettings = RouterSettings()
     """Losses of the routers, for models with experts."""
+    router_replay: bool = False
+    """For models with experts: each token is trained through the experts that the engine gave it, recorded in its
+    shard, so that rounding changes no choice (https://arxiv.org/abs/2510.11370). docs/shard_format.md says what it
+    adds to a shard."""
     top_entropy_fraction: float = Field(default=1.0, gt=0, le=1)
     """Train only this share of a step's tokens, those at which the policy was least certain."""
     lora: LoraSettings | None = None

@@ -94,6 +94,26 @@ class ToolCall:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routes:
+    """The experts that consecutive tokens were given by each layer of a model."""
+
+    ids: bytes
+    """Numbers of experts, one byte each, or two (little-endian) in a model with more than 256; by token, layer and
+    choice. A layer without experts has zeros."""
+    layers: int
+    """Layers of the model."""
+    choices: int
+    """Experts of a token in a layer."""
+    id_bytes: int
+    """1 or 2."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens they are of."""
+        return len(self.ids) // (self.layers * self.choices * self.id_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Turn:
     """One call of the policy: the tokens put before it, then the tokens it sampled."""
 
@@ -124,6 +144,9 @@ class Turn:
     """Policy version → digest of the adapter the engine held under it, for the versions above that are adapters."""
     seed: int | None = None
     """That of its sequence, from which each token was drawn by turn and position; None for the engine's own stream."""
+    routes: Routes | None = None
+    """Of the tokens from the one after those of the turn before in its sequence up to the last but one sampled: the
+    last of all has passed no layer yet. None if the engine does not capture them."""
 
 
 @dataclass(frozen=True, kw_only=True)

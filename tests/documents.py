@@ -223,6 +223,8 @@ COVERED_BY = {
     "python -m benchmarks.rollout_speed": "needs minutes of vLLM on an idle machine",
     "python -m benchmarks.models": "needs minutes of vLLM; its page: "
     "test_the_page_is_that_of_the_results_and_says_their_versions",
+    "python -m benchmarks.router_replay": "needs minutes of vLLM; one model of it: "
+    "test_replayed_experts_bring_engine_and_trainer_together",
     "python -m benchmarks.trl_speed": "needs minutes of vLLM and TRL on an idle machine",
     "python -m benchmarks.long_context": f"{_IDLE}; what it compares is the same step: "
     "test_many_ranks_take_the_step_one_rank_takes",

@@ -63,7 +63,7 @@ MORE_SIBLINGS = {
     "tasks": 15,
     "trainers/model": 15,
     "settings": 15,
-    "rollouts/engines": 13,
+    "rollouts/engines": 14,
     "rollouts/sandbox": 13,
     "benchmarks": 32,
     "examples/search_agent": 20,

@@ -69,6 +69,22 @@ def module_group(name: str) -> str:
     return "other"
 
 
+def zero_gradients(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """A gradient of 0, which an optimizer takes as it takes others, unlike none."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], scale: float) -> None:
+    """Multiply every gradient that is there."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale)
+
+
 def clip_gradient(
     parameters: Iterable[tuple[str, nn.Parameter]],
     *,

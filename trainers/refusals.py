@@ -1,8 +1,8 @@
 """What cannot be trained is refused before anything changes: samples that do not fit the model, options without effect.
 
     settings ─▶ refuse_options (when the trainer starts)   ValueError: the run stops
-    samples ─┬▶ refuse_shards (before each step)           RefusedShards: quarantine, their prompts run again
-             └▶ refuse_long_rows (before each step)        ValueError: the run stops
+    samples ─┬▶ refuse_shards, refuse_routes (each step)   RefusedShards: quarantine, their prompts run again
+             └▶ refuse_long_rows (each step)               ValueError: the run stops
 
 Elsewhere: models (`model/model.py`), rewards (`objective/advantages.py`), custom losses (`objective/custom_loss.py`),
 engines that disagree with the trainer (`health.py`).
@@ -22,6 +22,7 @@ import numpy as np
 from settings.errors import InvalidInput
 from settings.train import TrainSettings
 from storage.objects.digests import sha256_of_json
+from storage.shards.schema import ROUTES, flat_routes
 from trainers.data.samples import Samples
 
 SMALLEST_LOGPROB = float(np.log(np.finfo(np.float32).tiny))
@@ -117,6 +118,22 @@ def refuse_shards(
             np.diff(offsets) > max_positions,
             f"it has rows above the model's {max_positions} positions; lower engine.max_model_len of its producer",
         )
+    if reasons:
+        raise RefusedShards(reasons)
+
+
+def refuse_routes(tables: Mapping[str, Any], *, layers: int, choices: int, experts: int) -> None:
+    """Raise `RefusedShards` for tables, by shard, with routes of a model that has not these layers, experts of a token
+    in each, and experts."""
+    reasons: dict[str, str] = {}
+    for shard_id, table in tables.items():
+        ids_TLC = flat_routes(table)[0] if ROUTES in table.column_names else np.zeros((0, layers, choices), np.uint8)
+        if ids_TLC.shape[1:] != (layers, choices) or ids_TLC.max(initial=0) >= experts:
+            reasons[shard_id] = (
+                f"its routes are {ids_TLC.shape[2]} experts in each of {ids_TLC.shape[1]} layers, up to number "
+                f"{ids_TLC.max(initial=0)}, and this model has {layers} layers with {choices} of {experts} experts; "
+                "start its producer with the run's own base model"
+            )
     if reasons:
         raise RefusedShards(reasons)
 

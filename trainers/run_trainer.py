@@ -35,13 +35,14 @@ from storage.policies.adapters import check_adapters
 from storage.policies.model_config import num_positions, text_part
 from storage.policies.policies import PolicyReader
 from storage.shards.reward_sets import read_rewards, with_rewards
+from storage.shards.schema import ROUTES
 from storage.shards.shards import DamagedShard, read_shard
 from storage.shards.turn_metrics import turn_metrics
 from trainers.checkpoint import load_state, load_weights, save_policy, save_state
 from trainers.data.samples import ARITHMETIC, COLUMNS, Samples, gather_samples
 from trainers.model.distributed import agreed, num_ranks, on_every_rank, on_first_rank, rank
 from trainers.model.stored import dtypes_in, refuse_unstored
-from trainers.refusals import refuse_long_rows, refuse_shards, tokenizer_sha256
+from trainers.refusals import refuse_long_rows, refuse_routes, refuse_shards, tokenizer_sha256
 from trainers.trainer import Trainer
 
 logger = logging.getLogger("millrace.trainer")
@@ -162,8 +163,11 @@ class RunTrainer:
 
     def _read(self, claim: Claim, *, rewards: str, judge: bool) -> Samples:
         shards = [self.log.state.shards[name] for name in dict.fromkeys(group.shard_id for group in claim.trained)]
-        columns = (*COLUMNS, "reward_parts", "turns", "adapters", "requests")
+        sizes = self.trainer.model.routers.sizes
+        columns = (*COLUMNS, "reward_parts", "turns", "adapters", "requests", *([] if sizes is None else [ROUTES]))
         tables = {shard.id: read_shard(self.log, shard, columns=columns) for shard in shards}
+        if sizes is not None:
+            refuse_routes(tables, **sizes._asdict())
         if self.config.train.lora is not None:
             for shard_id, table in tables.items():
                 check_adapters(table, shard_id=shard_id, policies=self.log.state.policies)

@@ -74,6 +74,15 @@ class StepBatch:
         """Groups that are computed."""
         return len(np.unique(self.samples.groups_B[self.moving_B]))
 
+    @property
+    def num_routed(self) -> int:
+        """Trained tokens whose experts are the engine's. A token's log-probability comes from the states of the one
+        before it."""
+        if self.samples.routed_T is None:
+            return 0
+        is_routed_T = np.concatenate([[False], self.samples.routed_T[:-1]])
+        return int((is_routed_T & self.trained_T).sum())
+
 
 @dataclass(kw_only=True)
 class Update:
@@ -89,6 +98,7 @@ class Update:
     denominator: int = 0  # what weights of parts are divided by once all are here
     num_trained: int = 0  # tokens of the parts that are trained
     num_measured: int = 0  # groups of the parts that were computed
+    num_routed: int = 0  # tokens of `num_trained` whose experts are the engine's
     gap_seconds: float = 0.0  # what was spent on forward passes for the gap alone
 
     def add(self, sums: Mapping[str, float]) -> None:

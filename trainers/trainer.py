@@ -41,7 +41,7 @@ from trainers.model.model import PolicyModel, load_model
 from trainers.model.teams import join_team
 from trainers.objective.credit import Looked, assign_credit
 from trainers.objective.objective import loss_inputs, needs_entropy_grad, objective, off_policy_sums, with_routers
-from trainers.optimizer import Ema, clip_gradient, learning_rate, make_optimizer
+from trainers.optimizer import Ema, clip_gradient, learning_rate, make_optimizer, scale_gradients, zero_gradients
 from trainers.refusals import refuse_options
 from trainers.step_batch import StepBatch, Taken, Update, lag_and_in_time, minibatches, step_batch, step_metrics
 
@@ -81,7 +81,8 @@ class Trainer:
         """What the last step spent on the gap beside its own forward passes: probes, and copies of weights."""
         self._reference = None
         if reference is not None:
-            frozen = settings.model_copy(update={"lora": None, "activation_checkpointing": False})
+            alone = {"lora": None, "activation_checkpointing": False, "router_replay": False}
+            frozen = settings.model_copy(update=alone)
             self._reference = self._load(reference, frozen).requires_grad_(False)
         self._optimizers = [(self.optimizer, config.learning_rate)]  # each with its peak
         self.critic: Critic | None = None
@@ -125,11 +126,13 @@ class Trainer:
             )
         counts = begun or batch
         assert counts is not None
+        replayed = {"routes_replayed": counts.num_routed / max(1, counts.num_trained)}
         return {
             **step_metrics(samples, taken),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "trained_tokens": float(counts.num_trained),
             "measured_groups": float(counts.num_measured),
+            **(replayed if samples.routed_T is not None else {}),
             **staleness_metrics(lag_T, samples.mask_T, in_time_T, max_staleness=max_staleness),
         }
 
@@ -146,6 +149,7 @@ class Trainer:
         update.denominator += batch.denominator(rows, self._settings.aggregation)
         update.num_trained += batch.num_trained
         update.num_measured += batch.num_measured
+        update.num_routed += batch.num_routed
 
     def _batch(self, samples: Samples, in_time_T: np.ndarray, *, base_version: int) -> StepBatch:
         """Everything that the losses of these samples need, of the weights as they are now."""
@@ -168,7 +172,7 @@ class Trainer:
         """What `step` does to the optimizer if every token is masked: its gradient is zero, so nothing is computed, but
         the schedule goes on, and AdamW's momentum and weight decay move the weights."""
         self._set_learning_rate(step)
-        self._zero_gradients()
+        zero_gradients(optimizer for optimizer, _ in self._optimizers)
         for _ in range(self._settings.num_minibatches * self._settings.num_epochs):
             self._apply([], number=0, trains_policy=self._trains_policy(step))
         return {"learning_rate": self.optimizer.param_groups[0]["lr"]}
@@ -183,6 +187,8 @@ class Trainer:
             logits_gib=settings.logits_gib,
             seed=self._config.seed,
         )
+        if settings.router_replay:
+            model.routers.replay(model.causal_lm)
         refuse_team(model.causal_lm, settings.sequence_parallel)
         dtype, offload = getattr(torch, settings.computes_in), settings.offload_optimizer
         shard(model, model.layers, mesh=self._mesh, dtype=dtype, offload=offload)
@@ -210,13 +216,6 @@ class Trainer:
         """Give back the memory of the last update's gradients: the next one makes its own."""
         for optimizer, _ in self._optimizers:
             optimizer.zero_grad()
-
-    def _zero_gradients(self) -> None:
-        """A gradient of 0, which the optimizer takes as it takes others, unlike none."""
-        for optimizer, _ in self._optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
 
     def _accumulate(
         self,
@@ -280,7 +279,7 @@ class Trainer:
     ) -> Taken:
         """Take the update, whose gradients are there."""
         if not update.num_packs:
-            self._zero_gradients()
+            zero_gradients(optimizer for optimizer, _ in self._optimizers)
         bad = [
             name
             for finite, of in update.checks
@@ -303,13 +302,9 @@ class Trainer:
         of_all_ranks = self._sum(np.array([update.sums[key] for key in keys])).tolist()
         return Taken(dict(zip(keys, of_all_ranks, strict=True)), norms, gap)
 
-    @torch.no_grad()
     def _divide(self, update: Update) -> None:
         """Gradients, and the losses that made them, by what the weights of parts were not divided by."""
-        scale = 1 / max(1, update.denominator)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+        scale_gradients(self.model.parameters(), scale := 1 / max(1, update.denominator))
         update.sums |= {name: update.sums[name] * scale for name in ("loss", *ROUTER_TERMS) if name in update.sums}
 
     def _apply(self, rows: Sequence[str], *, number: int, trains_policy: bool) -> dict[str, float]:
@@ -351,7 +346,8 @@ class Trainer:
             if wanted & {"logprobs", "entropy"}:
                 values["logprobs"], values["entropy"] = self._forward(self.model, pack)
             if "reference" in wanted:
-                with without_adapters(self.model) if self._reference is None else contextlib.nullcontext():
+                off = without_adapters(self.model) if self._reference is None else contextlib.nullcontext()
+                with off, self.model.routers.by_themselves():
                     values["reference"], _ = self._forward(self._reference or self.model, pack)
             if self.critic is not None and "values" in wanted:
                 values["values"] = self.critic(pack)

@@ -76,6 +76,8 @@ class _Branch:
     seed: int | None = None
     """From which its tokens are drawn, by turn and position."""
     num_turns: int = 0
+    num_routed: int = 0
+    """Tokens whose experts are recorded."""
     busy: bool = False
     """True while the engine writes the next reply."""
 
@@ -196,6 +198,7 @@ class Chat:
             stopping = await self._stopping(stop, schemas if one_call else [], opened=opened)
             options: dict[str, Any] = {"until": stopping} if stopping else {}
             options |= {"constraint": constraint} if constraint else {}
+            options |= {"routes_from": branch.num_routed} if branch.num_routed else {}
             generation = await self.engine.generate(prompt_ids, sampling=sampling, request_id=request_id, **options)
             generate_seconds = time.perf_counter() - started - generation.held_seconds
             self.held_seconds += generation.held_seconds
@@ -229,6 +232,7 @@ class Chat:
             constraint=constraint,
             adapters=generation.adapters,
             seed=branch.seed,
+            routes=generation.routes,
         )
         reply = Reply(
             **vars(parsed),
@@ -248,6 +252,7 @@ class Chat:
         self.messages = [*messages, message]
         branch.messages, branch.ids = list(self.messages), [*prompt_ids, *generation.token_ids]
         branch.reply, branch.replied_at, branch.num_turns = reply, time.perf_counter(), branch.num_turns + 1
+        branch.num_routed += generation.routes.num_tokens if generation.routes else 0
         return reply
 
     def _begin(self, branch: _Branch, prompt_ids: list[int]) -> None:

@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 from infra.weight_broadcast import Broadcast
 from settings.engine import WeightTransfer
 from settings.errors import UserError
-from storage.records import Sampling
+from storage.records import Routes, Sampling
 
 UpdateMode = Literal["keep", "wait", "abort"]
 """What happens to running requests when weights change: `keep` freezes and continues them, `wait` finishes them
@@ -51,6 +51,8 @@ class Generation:
     """Seconds that `Engine.hold` delayed it."""
     adapters: dict[int, str] = field(default_factory=dict)
     """Version → digest of the weights that the engine's workers read, for the versions that are adapters."""
+    routes: Routes | None = None
+    """Of the tokens from `routes_from` up to the last but one; None if the engine does not capture them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logprobs", checked_logprobs(self.logprobs))
@@ -112,12 +114,14 @@ class Engine(Protocol):
         request_id: str,
         until: Until | None = None,
         constraint: str = "",
+        routes_from: int = 0,
     ) -> Generation:
         """Sample one reply. A change of weights meanwhile shows only in the versions. Raises `EngineError`.
 
         A reply that `until` ends has the finish reason `stop`. It only cuts: the tokens before are those without it.
         `constraint` are vLLM's structured-output parameters, as JSON: logprobs are of what they leave. Raises
-        `InvalidInput` if vLLM cannot follow them.
+        `InvalidInput` if vLLM cannot follow them. `routes_from` is the first token whose experts are asked for, if the
+        engine captures them.
 
         There is no deadline. Cancelling the call, as a timeout around it does, ends the request in the engine.
         """

@@ -50,6 +50,7 @@ class ScriptedEngine:
         request_id: str,
         until: Until | None = None,
         constraint: str = "",
+        routes_from: int = 0,
     ) -> Generation:
         self.running += 1
         self.peak_running = max(self.peak_running, self.running)

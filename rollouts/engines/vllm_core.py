@@ -125,6 +125,13 @@ def in_every_batch() -> dict[str, Any]:
     return {}
 
 
+def with_routes() -> dict[str, Any]:
+    """vLLM's arguments with which replies come with routes. Compiled code on CPUs would hand out none."""
+    if is_cpu_build() and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
+        return {"enforce_eager": True, "scheduler_cls": "rollouts.engines.vllm_routes.RoutingScheduler"}
+    return {"enable_return_routed_experts": True}
+
+
 def _with_cache_size(arguments: dict[str, Any], model: Path) -> dict[str, Any]:
     """vLLM's arguments, on CPUs with as much memory for keys and values as all sequences that may run at once can fill,
     from 64 MiB to 1 GiB: vLLM takes what it is given at the start. Unless the user has said how much."""

@@ -19,6 +19,7 @@ With adapters (LoRA) `load_policy` fills the one adapter slot, or on CPUs merges
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import itertools
 import logging
@@ -31,9 +32,16 @@ from typing import Any, NoReturn
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.batch_probe import check_batches, check_drafts
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, Until, UpdateMode, WeightUpdate
-from rollouts.engines.vllm_core import CoreStart, for_model, in_every_batch
+from rollouts.engines.vllm_core import CoreStart, for_model, in_every_batch, with_routes
 from rollouts.engines.vllm_lora import adapter_arguments, merges, slot_request
-from rollouts.engines.vllm_requests import Draws, end_token_ids, prompt_logprobs, sampling_parameters, with_draws
+from rollouts.engines.vllm_requests import (
+    Draws,
+    end_token_ids,
+    prompt_logprobs,
+    routes_of,
+    sampling_parameters,
+    with_draws,
+)
 from rollouts.engines.vllm_weights import HeldWeights, Weights, weights_in
 from rollouts.engines.vllm_worker import results
 from settings.errors import InvalidInput
@@ -61,12 +69,14 @@ class VllmEngine:
         ends_process: bool = False,
         guided_decoding: bool = False,
         reproducible: bool = False,
+        captures_routes: bool = False,
     ) -> None:
         """With `lora_rank` above 0 the engine serves adapters of at most that rank on the weights in `base_folder`.
 
         With `ends_process` this process ends at once if vLLM's core dies, and the driver starts another: requests that
         failed with the core must not count as failed attempts.
         If `reproducible`, log-probabilities do not depend on the batch, or `start` raises `InvalidInput`.
+        With `captures_routes` replies come with the experts of their tokens.
         `arguments` go to vLLM as they are. Raises `InvalidInput` for a rank that vLLM cannot serve.
         """
         assert (lora_rank > 0) == (base_folder is not None)
@@ -74,6 +84,7 @@ class VllmEngine:
         self._has_slot = base_folder is not None and not merges(arguments, base_folder)
         self._ends_process = ends_process
         self._reproducible = reproducible
+        self._captures_routes = captures_routes
         self.proof = ""
         self._arguments = {
             "max_model_len": max_model_len,
@@ -86,6 +97,7 @@ class VllmEngine:
             **(adapter_arguments(lora_rank) if self._has_slot else {}),
             **arguments,
             **(in_every_batch() if reproducible else {}),
+            **(with_routes() if captures_routes else {}),
         }
         if self._arguments.get("enforce_eager"):
             # Else the sampler is compiled for each new shape of a batch, and replies wait. The core inherits this.
@@ -131,6 +143,8 @@ class VllmEngine:
         with self._core.starting():
             self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
         self._draws = (await self.llm.collective_rpc("own_draws"))[0]
+        if self._captures_routes:
+            results(await self.llm.collective_rpc("capture_routes"))
         enable_envs_cache()  # as the core does; otherwise every request looks up some variables, slowly
         if self._has_slot:
             self._slot = slot_request()
@@ -158,8 +172,10 @@ class VllmEngine:
         request_id: str,
         until: Until | None = None,
         constraint: str = "",
+        routes_from: int = 0,
     ) -> Generation:
         token_ids: list[int] = []
+        routes: list[Any] = []
         logprobs: list[float] = []
         versions: list[int] = []
         started = time.perf_counter()
@@ -169,8 +185,13 @@ class VllmEngine:
             name = f"{request_id}.part{part_idx}" if part_idx else request_id
             parameters = sampling_parameters(part, tuple(self._stop_ids), until is not None, constraint)
             parameters = with_draws(parameters, self._draws, seed=sampling.seed, position=len(token_ids))
+            if start := routes_from + sum(map(len, routes)):
+                parameters = copy.copy(parameters)
+                parameters.routed_experts_prompt_start = start
             completion = await self._sample(prompt_ids, token_ids, parameters, name, until)
             token_ids += completion.token_ids
+            if self._captures_routes and completion.routed_experts is not None:
+                routes.append(completion.routed_experts)
             logprobs += completion.logprobs.logprobs
             for span in completion.weight_versions or ():
                 versions += [int(span.version)] * (span.end - span.start)
@@ -185,6 +206,7 @@ class VllmEngine:
             raise EngineError(f"request {request_id} was ended by the engine: {completion.finish_reason}")
         if len(versions) != len(token_ids):
             raise EngineError(f"the engine stamped {len(versions)} of {len(token_ids)} tokens with a weight version")
+        num_routed = len(prompt_ids) + len(token_ids) - 1 - routes_from
         return Generation(
             token_ids=token_ids,
             logprobs=logprobs,
@@ -195,6 +217,7 @@ class VllmEngine:
                 version: self._weights.adapters[version]
                 for version in sorted(set(versions) & self._weights.adapters.keys())
             },
+            routes=routes_of(routes, num_tokens=num_routed) if self._captures_routes else None,
         )
 
     async def load_policy(self, folder: Path, version: int) -> WeightUpdate:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rollouts.engines.draws import DRAW
 from rollouts.engines.engine import EngineError, checked_logprobs
-from storage.records import Sampling
+from storage.records import Routes, Sampling
 
 Draws = Literal["ours", "hashed", "streamed"]
 """Who makes a request's seed random numbers: `ReloadExtension.own_draws` on CPUs; vLLM, from seed and position in the
@@ -58,6 +59,17 @@ def sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...], streams: 
         output_kind=RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY,
         skip_clone=not constraint,  # a deep copy for each request would cost as much as the rest of its admission
     )
+
+
+def routes_of(parts: Sequence[Any], *, num_tokens: int) -> Routes:
+    """The first `num_tokens` of what vLLM returned in parts, arrays of shape [tokens, layers, choices]. Raises
+    `EngineError` if these are fewer."""
+    if (found := sum(map(len, parts))) < num_tokens:
+        raise EngineError(f"the engine has the routes of {found} of {num_tokens} tokens")
+    _, layers, choices = parts[0].shape
+    size = parts[0].dtype.itemsize
+    ids = b"".join(part.tobytes() for part in parts)[: num_tokens * layers * choices * size]
+    return Routes(ids=ids, layers=layers, choices=choices, id_bytes=size)
 
 
 def end_token_ids(folder: Path) -> list[int]:

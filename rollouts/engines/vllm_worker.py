@@ -112,6 +112,14 @@ class ReloadExtension:
             fix_order(self.model_runner)
 
     @answering
+    def capture_routes(self) -> None:
+        """Let replies have the routes of their tokens; vLLM's newer model runner does so itself."""
+        if not getattr(self, "use_v2_model_runner", False):
+            from rollouts.engines.vllm_routes import capture_routes
+
+            capture_routes(self)
+
+    @answering
     def layers_of(self, request_id: str) -> list[tuple[int, str, str]]:
         """What `LayerWatch` has noted for a request. The first call begins to watch, which is slow and does not end."""
         if not hasattr(self, "_watch"):

@@ -221,6 +221,8 @@ class Player:
 
 
 def token_bytes(group: RolloutGroup) -> int:
-    """About what its tokens take in a shard: int32 id, float32 logprob, int32 version and bool mask of each."""
+    """About what its tokens take in a shard: int32 id, float32 logprob, int32 version and bool mask of each, and routes
+    if there are any."""
     turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
-    return 13 * sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns)
+    routes = sum(len(turn.routes.ids) for turn in turns if turn.routes is not None)
+    return 13 * sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns) + routes

@@ -131,10 +131,12 @@ def make_engine(
     seed: int,
     lora_rank: int = 0,
     reproducible: bool = False,
+    captures_routes: bool = False,
 ) -> Engine:
     """The engine a run file asks for; with `lora_rank` it serves adapters of `model`.
 
-    If `reproducible`, a token has the same log-probability in every batch."""
+    If `reproducible`, a token has the same log-probability in every batch. With `captures_routes` replies come with the
+    experts of their tokens."""
     match settings.kind:
         case "vllm":
             from rollouts.engines.vllm_engine import VllmEngine
@@ -152,6 +154,7 @@ def make_engine(
                 ends_process=True,
                 guided_decoding=settings.guided_decoding,
                 reproducible=reproducible,
+                captures_routes=captures_routes,
             )
         case "scripted":
             from rollouts.engines.scripted_engine import ScriptedEngine, random_reply

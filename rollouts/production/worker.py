@@ -131,7 +131,14 @@ class RolloutWorker:
         lora_rank = 0 if lora is None else lora.rank
         # Before transformers is imported here: vLLM's core imports it beside us.
         exact = config.reproducible
-        engine = make_engine(config.engine, model, seed=config.seed, lora_rank=lora_rank, reproducible=exact)
+        engine = make_engine(
+            config.engine,
+            model,
+            seed=config.seed,
+            lora_rank=lora_rank,
+            reproducible=exact,
+            captures_routes=config.train.router_replay,
+        )
         tokens = ChatTokens.load(model, settings=config.engine.chat_template_kwargs)
         if exact:  # of a model that was not on the machine of the command
             tokens.check_day()

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from settings.redaction import well_formed_data
 from storage.log.entries import GroupSummary
 from storage.log.history import to_json
-from storage.records import NOT_SAMPLED, TRAINABLE_STATUSES, RolloutGroup, Sampling, Trajectory, Turn
+from storage.records import NOT_SAMPLED, TRAINABLE_STATUSES, RolloutGroup, Routes, Sampling, Trajectory, Turn
 from storage.shards.schema import (
     ADAPTERS,
     ANSWERS,
@@ -30,6 +30,7 @@ from storage.shards.schema import (
     MESSAGE,
     REQUEST,
     REQUESTS,
+    ROUTES,
     SAMPLING,
     SCHEMA,
     SCHEMA_VERSION,
@@ -38,6 +39,7 @@ from storage.shards.schema import (
     check,
     check_schema,
     content_sha256,
+    routes_type,
 )
 
 COMPRESSION = "lz4"
@@ -104,6 +106,7 @@ def shard_table(
                 ANSWERS: _answers(rows),
                 REQUESTS: _requests(rows),
             }
+            routes = None if is_eval else _routes(rows)  # evaluations are never trained
     except _Unwritable as error:
         raise BadShard(f"shard {provenance.shard_id}: {error}") from error
     columns = {**tokens, **facts}
@@ -111,6 +114,8 @@ def shard_table(
     for field, values in optional.items():
         if any(values):
             table = table.append_column(field, _array(values, field))
+    if routes is not None:
+        table = table.append_column(ROUTES, routes)
     check(table, name=provenance.shard_id)
     heads, tails = columns["head_version"], columns["tail_version"]
     metadata = {
@@ -196,6 +201,30 @@ def _requests(rows: Sequence[_Row]) -> list[list[dict[str, Any]]]:
         [{name: getattr(turn, name) for name in names} for turn in row.turns] if has_any else []
         for row, has_any in zip(rows, asked, strict=True)
     ]
+
+
+def _routes(rows: Sequence[_Row]) -> pa.Array | None:
+    """For each token of a row its experts, null for the last; empty for a row that was not captured whole. None if no
+    turn has any."""
+    parts: list[list[Routes]] = [[turn.routes for turn in row.turns if turn.routes is not None] for row in rows]
+    kinds = {(each.layers, each.choices, each.id_bytes) for part in parts for each in part}
+    if not kinds:
+        return None
+    if len(kinds) > 1:
+        raise _Unwritable(f"routes of several models: layers, choices and bytes of a number are {sorted(kinds)}")
+    layers, choices, id_bytes = kinds.pop()
+    kind = routes_type(layers=layers, choices=choices, id_bytes=id_bytes)
+    lengths = [sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in row.turns) for row in rows]
+    ids, counts, is_last = [], [], []
+    for part, length in zip(parts, lengths, strict=True):
+        if is_whole := sum(each.num_tokens for each in part) == length - 1:
+            ids += [*(each.ids for each in part), bytes(layers * choices * id_bytes)]
+            is_last += [False] * (length - 1) + [True]
+        counts.append(length * is_whole)
+    numbers = np.frombuffer(b"".join(ids), f"<u{id_bytes}")
+    by_choice = pa.FixedSizeListArray.from_arrays(pa.array(numbers), type=kind.value_type.value_type)
+    by_layer = pa.FixedSizeListArray.from_arrays(by_choice, type=kind.value_type, mask=pa.array(is_last, pa.bool_()))
+    return _lists(counts, by_layer, kind)
 
 
 def _token_columns(rows: Sequence[_Row]) -> dict[str, pa.Array]:

@@ -78,6 +78,13 @@ REQUEST = pa.struct({"stop": pa.list_(TEXT), "stopped_by": TEXT, "constraint": T
 REQUESTS = pa.field("requests", pa.list_(REQUEST))
 """An additional column if an agent asked for stop strings or a grammar: what it asked for, for each of `turns`."""
 OPTIONAL = (ADAPTERS, ANSWERS, REQUESTS)
+ROUTES = "routes"
+"""An additional column if experts were captured; its type, `routes_type`, has the model's sizes."""
+
+
+def routes_type(*, layers: int, choices: int, id_bytes: int) -> pa.DataType:
+    """The type of `ROUTES`: for each of `input_ids` the experts by layer and choice, or null."""
+    return pa.list_(pa.list_(pa.list_({1: pa.uint8(), 2: pa.uint16()}[id_bytes], choices), layers))
 
 
 def check_schema(schema: pa.Schema, *, name: str) -> None:
@@ -94,6 +101,18 @@ def check_schema(schema: pa.Schema, *, name: str) -> None:
     for field in [*SCHEMA, *(field for field in OPTIONAL if field.name in schema.names)]:
         if (actual := schema.field(field.name).type) != field.type:
             raise BadShard(f"shard {name}: column {field.name} has type {actual}, schema version 1 has {field.type}")
+    if ROUTES in schema.names:
+        actual = schema.field(ROUTES).type
+        try:
+            by_layer = actual.value_type
+            sizes = {"layers": by_layer.list_size, "choices": by_layer.value_type.list_size}
+            is_right = actual == routes_type(**sizes, id_bytes=by_layer.value_type.value_type.bit_width // 8)
+        except (AttributeError, KeyError, ValueError):
+            is_right = False
+        if not is_right:
+            raise BadShard(
+                f"shard {name}: column {ROUTES} has type {actual}, and is to have numbers by layer and choice"
+            )
 
 
 def check(table: pa.Table, *, name: str) -> None:
@@ -113,6 +132,13 @@ def check(table: pa.Table, *, name: str) -> None:
     rule((pc.sum(lengths).as_py() or 0) <= LARGEST, f"it has more than {LARGEST} tokens")
     for key in _TOKEN_COLUMNS:
         rule(pc.list_value_length(table[key]).equals(lengths), f"{key} and input_ids differ in length")
+    if ROUTES in table.column_names:
+        of_tokens = pc.list_value_length(table[ROUTES])
+        rule(not of_tokens.null_count, f"{ROUTES} has nulls")
+        is_none_or_all = pc.or_(pc.equal(of_tokens, 0), pc.equal(of_tokens, lengths))
+        rule(pc.all(is_none_or_all).as_py() is not False, f"{ROUTES} and input_ids differ in length")
+        by_choice = _whole(table[ROUTES]).flatten().flatten()  # of tokens that have some
+        rule(not by_choice.null_count and not by_choice.flatten().null_count, f"a number in {ROUTES} is null")
     columns = {key: _whole(table[key]) for key in _TOKEN_COLUMNS}
     rule(not any(column.flatten().null_count for column in columns.values()), "a token has a null")
     mask, logprobs, versions = (flat(columns[key]) for key in ("loss_mask", "logprobs", "weight_versions"))
@@ -143,6 +169,25 @@ def flat(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
         unpacked = np.unpackbits(bits, bitorder="little", count=values.offset + len(values))
         return unpacked[values.offset :].view(np.bool_)
     return values.to_numpy(zero_copy_only=False)
+
+
+def flat_routes(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """The experts of all tokens of a table with `ROUTES`, rows end to end, [T, layers, choices]; and for which tokens
+    they are known, bool [T]."""
+    column = _whole(table[ROUTES])
+    by_layer = column.flatten()
+    by_choice = by_layer.values
+    layers, choices = by_layer.type.list_size, by_choice.type.list_size
+    ids_NC = by_choice.values.fill_null(0).to_numpy().reshape(-1, choices)[by_choice.offset :][: len(by_choice)]
+    ids_NLC = ids_NC.reshape(-1, layers, choices)[by_layer.offset :][: len(by_layer)]
+    is_known_N = by_layer.is_valid().to_numpy(zero_copy_only=False)
+    lengths = np.diff(row_offsets(table["input_ids"]))
+    is_in_T = np.repeat(pc.list_value_length(column).to_numpy(zero_copy_only=False) > 0, lengths)
+    if is_in_T.all():
+        return ids_NLC, is_known_N
+    ids_TLC, is_known_T = np.zeros((len(is_in_T), layers, choices), ids_NLC.dtype), np.zeros(len(is_in_T), bool)
+    ids_TLC[is_in_T], is_known_T[is_in_T] = ids_NLC, is_known_N
+    return ids_TLC, is_known_T
 
 
 def row_offsets(column: pa.Array | pa.ChunkedArray) -> np.ndarray:

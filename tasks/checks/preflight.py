@@ -53,7 +53,7 @@ from tasks.checks.playing import errors_of_users
 from tasks.checks.reproducible import check_settings
 from tasks.checks.trial import check_repeats, check_tasks, play_tasks
 from trainers.model.fetch import local_folder, own_folder
-from trainers.model.kinds import team_refusal
+from trainers.model.kinds import replay_refusal, team_refusal
 from trainers.model.weight_index import check_kind, check_model_folder
 
 logger = logging.getLogger("millrace.preflight")
@@ -103,6 +103,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
                 raise InvalidInput(f"{config.workflow}.demonstrations(1, seed=0) returned no conversation")
     check_lengths(config)
     check_adapters(config)
+    check_router_replay(config)
     check_engine_arguments(config.engine.vllm)
     check_cpu_engine(config.engine.vllm)
     config = for_this_machine(config, about_model(config))
@@ -315,6 +316,34 @@ def check_adapters(config: RunConfig) -> None:
             f"train.lora: vLLM's build for CPUs holds no adapters in a model with experts ({config.model}); leave "
             "train.lora out to train all weights, or use the build for GPUs"
         )
+
+
+def check_router_replay(config: RunConfig) -> None:
+    """Raise `InvalidInput` for `train.router_replay` with a model whose routers take no experts that are given to them,
+    or with an engine that does not say which it chose."""
+    if not config.train.router_replay:
+        return
+    if config.engine.kind != "vllm":
+        raise InvalidInput(f"train.router_replay: engine.kind = {config.engine.kind!r} has no experts; leave it out")
+    about = about_model(config)
+    if about and (reason := replay_refusal(about)):
+        raise InvalidInput(f"train.router_replay: {reason}; leave it out")
+    if about.get("kv_lora_rank") and is_cpu_build():
+        raise InvalidInput(
+            f"train.router_replay: vLLM's build for CPUs has no prefix cache for {about.get('model_type')!r}, whose "
+            "attention is latent, and so does not say which experts it chose; leave it out, or use the build for GPUs"
+        )
+    arguments = config.engine.vllm
+    unfit = {"enable_prefix_caching": False, "scheduler_cls": arguments.get("scheduler_cls")}
+    unfit |= {"enforce_eager": False} if is_cpu_build() else {}
+    if int(arguments.get("pipeline_parallel_size", 1)) > 1:
+        unfit["pipeline_parallel_size"] = arguments["pipeline_parallel_size"]
+    for name in unfit.keys() & arguments.keys():
+        if arguments[name] == unfit[name]:
+            raise InvalidInput(
+                f"train.router_replay with engine.vllm.{name} = {arguments[name]!r}: vLLM then does not say which "
+                "experts it chose; leave one of them out"
+            )
 
 
 def about_model(config: RunConfig) -> dict[str, Any]:

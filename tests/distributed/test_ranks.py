@@ -31,6 +31,7 @@ from tests.unit.trainers.builders import (
     gradients,
     largest_difference,
     random_rows,
+    routed,
     samples_of,
     take_step,
     tiny_model,
@@ -61,6 +62,7 @@ class Scenario:
     team: int = 1  # ranks that compute a pack together, where there are several
     replicas: int = 1  # of the sharded model, where there are several ranks
     model: str = "model"
+    replays: bool = False  # experts that the rows bring along
 
 
 def _only_one_group_has_rewards(rows: Sequence[Row]) -> list[Row]:
@@ -88,6 +90,7 @@ def _last_group_first(rows: Sequence[Row]) -> list[Row]:
 
 _BASE_KL: dict[str, object] = {"kl": {"coefficient": 0.1}, "reference": {"kind": "base"}, "entropy_bonus": 0.01}
 _EXPERTS: dict[str, object] = {"router": {"balance": 0.1, "z": 0.1}, "activation_checkpointing": True}
+_REPLAY: dict[str, object] = {**_EXPERTS, "router_replay": True}
 _SCENARIOS = {
     "small_packs": Scenario(),
     "one_pack": Scenario(settings={"tokens_per_microbatch": 4096}),
@@ -155,6 +158,8 @@ _SCENARIOS = {
     "team_with_adapters": Scenario(settings={"lora": {"rank": 4}, "reference": {"kind": "lora_off"}}, team=2),
     "team_of_two_with_windows_sinks_and_experts": Scenario(settings=_EXPERTS, model="gpt_oss", team=2),
     "team_of_four_with_windows_sinks_and_experts": Scenario(settings=_EXPERTS, model="gpt_oss", team=4),
+    "experts_that_are_given": Scenario(settings=_REPLAY, model="gpt_oss", replays=True),
+    "team_of_two_with_experts_that_are_given": Scenario(settings=_REPLAY, model="gpt_oss", team=2, replays=True),
     "team_with_little_to_do": Scenario(
         settings={"loss": {"kind": "sft", "min_reward": -1.0}}, rows=_one_short_row, model="gpt_oss", team=4
     ),
@@ -176,7 +181,8 @@ _RESUMED: dict[str, object] = {
 
 def _samples(folder: Path, scenario: Scenario = Scenario()) -> Samples:
     rows = [Row(**row) for row in json.loads((folder / f"{scenario.model}.json").read_text())]
-    return samples_of(scenario.rows(rows))
+    samples = samples_of(scenario.rows(rows))
+    return routed(samples, layers=4) if scenario.replays else samples
 
 
 def _run_scenarios(folder: Path, results: Path) -> None:

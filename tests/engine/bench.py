@@ -30,7 +30,14 @@ class Bench:
     """One engine, two policies that take turns, and the version that must be served."""
 
     def __init__(
-        self, base: Path, scratch: Path, *, adapters: bool = False, guided_decoding: bool = False, **arguments: Any
+        self,
+        base: Path,
+        scratch: Path,
+        *,
+        adapters: bool = False,
+        guided_decoding: bool = False,
+        captures_routes: bool = False,
+        **arguments: Any,
     ) -> None:
         """With `adapters` version 0 is a base model and the two policies are adapters of it.
 
@@ -50,6 +57,7 @@ class Bench:
             update_mode="keep",
             clear_cache_on_reload=True,
             guided_decoding=guided_decoding,
+            captures_routes=captures_routes,
             arguments={"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, "block_size": 32, **arguments},
             **({"lora_rank": RANK, "base_folder": self.folders[0]} if adapters else {}),
         )

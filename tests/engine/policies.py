@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from storage.objects.digests import seal_folder
 from storage.policies.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, has_adapter
@@ -40,6 +40,25 @@ def a_policy(base: Path, folder: Path, *, end_id: int, seed: int) -> Path:
     embeddings[end_id, 0] = -10.0
     moved["model.norm.weight"][0] = 2.0
     save_file(moved, str(folder / WEIGHTS), metadata={"format": "pt"})
+    seal_folder(folder)
+    return folder
+
+
+def with_experts(base: Path, folder: Path) -> Path:
+    """A random Qwen3-MoE with the tokenizer of a base model."""
+    about = json.loads((base / "config.json").read_text())
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        **{name: about[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")},
+        **{"hidden_size": 64, "num_hidden_layers": 3},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64},
+        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{"tie_word_embeddings": True, "max_position_embeddings": 512},
+    )
+    torch.manual_seed(0)
+    shutil.copytree(base, folder)
+    (folder / WEIGHTS).unlink()
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     seal_folder(folder)
     return folder
 

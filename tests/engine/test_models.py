@@ -1,4 +1,5 @@
-"""Architectures that vLLM computes or reloads in other ways than Llama are trained and served exactly."""
+"""Architectures that vLLM computes or reloads in other ways than Llama are trained and served exactly, and experts are
+the engine's if they are replayed."""
 
 from __future__ import annotations
 
@@ -34,3 +35,15 @@ def test_a_row_of_the_table_comes_out_again(tmp_path: Path) -> None:
     columns = ("packed", "all", "ranks", "adapters", "served")
     assert {name: row[column] for name, row in rows.items() for column in columns if row[column].startswith("no")} == {}
     assert rows.keys() == set(_KINDS)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_replayed_experts_bring_engine_and_trainer_together(tmp_path: Path) -> None:
+    out = tmp_path / "routes.json"
+    command = [sys.executable, "-m", "benchmarks.router_replay", "Qwen3-MoE, 2 of 128", "--json", str(out)]
+    subprocess.run(command, check=True, timeout=500, cwd=PROJECT, env={**os.environ, "HOME": str(tmp_path)})
+    rows = {row["dtype"]: row for row in json.loads(out.read_text())["models"]}
+    assert {row["equal_choices_replayed"] for row in rows.values()} == {1.0}
+    assert rows["bfloat16"]["equal_choices"] < 0.95 and rows["float32"]["gap_replayed"] < 1e-4
+    assert rows["bfloat16"]["gap_replayed"] * 5 < rows["bfloat16"]["gap"]

@@ -21,9 +21,11 @@ from storage.log.claims import NOTHING
 from storage.log.entries import Alias
 from storage.log.run_log import RunLog
 from storage.objects.object_store import LocalStore
+from storage.shards.schema import ROUTES
 from storage.shards.shards import read_shard
 from tests.conftest import PROJECT, Home, a_base_model
 from tests.engine import agents
+from tests.engine.policies import with_experts
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
@@ -61,14 +63,14 @@ def _run_checks(module: str, base: Path, scratch: Path, seconds: float = 1100, *
     return said.splitlines()[-1]
 
 
-@pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_merged"])
+@pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_merged", "check_routes"])
 def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path, module: str) -> None:
     _run_checks(module, base_model, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3700)  # eight minutes on two quiet cores, and much longer beside other work
-@pytest.mark.parametrize("module", ["check_engine", "check_lora"])
+@pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_routes"])
 def test_an_engine_that_schedules_and_samples_as_on_a_gpu(base_model: Path, tmp_path: Path, module: str) -> None:
     path = os.pathsep.join([str(PROJECT / "tests" / "engine" / "gpu_runner"), str(PROJECT)])
     _run_checks(module, base_model, tmp_path, 3600, GPU_RUNNER="1", PYTHONPATH=path)
@@ -76,7 +78,7 @@ def test_an_engine_that_schedules_and_samples_as_on_a_gpu(base_model: Path, tmp_
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_sleep"])
+@pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_sleep", "check_routes"])
 def test_an_engine_on_a_gpu(base_model: Path, tmp_path: Path, module: str) -> None:
     """In float32 vLLM's attention would multiply in tf32, and the checks allow 2e-3 nats."""
     _run_checks(module, base_model, tmp_path, TRITON_F32_DEFAULT="ieee")
@@ -203,6 +205,26 @@ def test_a_killed_run_continues_on_the_real_engine_and_leaves_no_process(home: H
     assert {step.owes for step in [*state.steps, *again.steps]} == {NOTHING}
     # The engine computes what the trainer computes: the gap is rounding, not another policy.
     assert all(step.metrics["engine_gap"] <= 1e-4 for step in state.steps)
+
+
+def test_a_run_with_experts_is_trained_through_those_of_its_engine(
+    home: Home, base_model: Path, tmp_path: Path
+) -> None:
+    base = with_experts(base_model, tmp_path / "experts")
+    arguments = ["train", str(ARITHMETIC), f"model={base}", "steps=3", "batch_size=8", "evaluation.num_tasks=16"]
+    arguments += ["evaluation.every=3", "learning_rate=1e-3"]
+    home.run(*arguments, "train.router_replay=true", "max_staleness=0")
+    log = RunLog(LocalStore(home.path / "store"), "arithmetic")
+    steps = log.refresh().steps
+    assert [step.metrics["routes_replayed"] for step in steps] == [1.0] * 3
+    gaps = [step.metrics["engine_gap"] for step in steps if "engine_gap" in step.metrics]
+    assert gaps and max(gaps) <= 1e-4
+    for shard in log.state.shards.values():
+        assert (ROUTES in read_shard(log, shard).column_names) != shard.is_eval
+    replayed = json.loads(home.run("replay", "arithmetic", "--from", "1", "--to", "3", "--json").stdout)
+    assert [step["identical"] for step in replayed["steps"]] == [True] * 3
+    refused = home.run(*arguments, "run=dense", f"model={base_model}", "train.router_replay=true", check=False)
+    assert "has no experts; leave it out" in refused.stderr + refused.stdout and refused.returncode
 
 
 @pytest.mark.slow

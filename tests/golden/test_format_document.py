@@ -11,7 +11,7 @@ import pytest
 
 from storage.shards.failed_attempts import SCHEMA as FAILURES
 from storage.shards.reward_sets import SCHEMA as REWARDS
-from storage.shards.schema import CALL, MESSAGE, OPTIONAL, REQUEST, SCHEMA, TURN, content_sha256
+from storage.shards.schema import CALL, MESSAGE, OPTIONAL, REQUEST, SCHEMA, TURN, content_sha256, routes_type
 from tests.shard_files import decode_shard
 
 FOLDER = Path(__file__).parent
@@ -25,6 +25,8 @@ def _spelled(kind: pa.DataType) -> str:
     for name, struct in STRUCTS.items():
         if kind == struct:
             return name
+    if pa.types.is_list(kind) and pa.types.is_fixed_size_list(kind.value_type):  # of the model's sizes
+        return "list<fixed_size_list<fixed_size_list<uint8 or uint16>[choices]>[layers]>"
     if pa.types.is_map(kind):
         return f"map<{_spelled(kind.key_type)}, {_spelled(kind.item_type)}>"
     if pa.types.is_list(kind):
@@ -48,7 +50,7 @@ def _table_after(heading: str) -> list[tuple[str, str]]:
     ("heading", "fields"),
     [
         ("## Columns", list(SCHEMA)),
-        ("| Optional column |", list(OPTIONAL)),
+        ("| Optional column |", [*OPTIONAL, pa.field("routes", routes_type(layers=2, choices=3, id_bytes=1))]),
         ("| Failure column |", list(FAILURES)),
         ("| Reward column |", list(REWARDS)),
         *((f"`{name}`, a struct", list(kind)) for name, kind in STRUCTS.items()),

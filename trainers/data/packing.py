@@ -152,7 +152,8 @@ def shared_tokens(input_ids_T: np.ndarray, lengths: Sequence[int] | np.ndarray) 
     """Which computed token each token of a pack is, int64 [T]; None if every one has to be computed.
 
     A token is computed once for a sequence and those right after it that begin with the same tokens: the prompt of a
-    group, the earlier turns of a conversation. Numbers are in the order of the pack.
+    group, the earlier turns of a conversation. Numbers are in the order of the pack. With several values for each
+    token, [T, V], all of them have to be the same.
 
     >>> shared_tokens(np.array([7, 8, 1, 7, 8, 2, 3]), [3, 4])
     tensor([0, 1, 2, 0, 1, 3, 4])
@@ -164,6 +165,7 @@ def shared_tokens(input_ids_T: np.ndarray, lengths: Sequence[int] | np.ndarray) 
         ids, computed = input_ids_T[start : start + length], computed_T[start : start + length]
         both = min(length, len(ids_before))
         differs = ids[:both] != ids_before[:both]
+        differs = differs.any(1) if differs.ndim > 1 else differs
         common = int(differs.argmax()) if differs.any() else both
         computed[:common] = computed_before[:common]
         computed[common:] = np.arange(num_computed, num_computed + length - common)

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from settings.errors import InvalidInput
 from storage.log.entries import ClaimedGroup
-from storage.shards.schema import REQUESTS, flat, row_offsets
+from storage.shards.schema import REQUESTS, ROUTES, flat, flat_routes, row_offsets
 
 ARITHMETIC = 3
 """The newest way to add up the same numbers. A recorded step is computed as it was, and a run goes on as it began.
@@ -47,6 +47,8 @@ class Samples:
     shards_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # which of `shard_ids` a row is from
     shard_ids: list[str] = field(default_factory=list)  # what `shards_B` counts
     constrained_B: np.ndarray | None = None  # true where a grammar restricted some tokens, and so their logprobs
+    routes_T: np.ndarray | None = None  # the engine's experts by layer and choice, shape [T, L, C]; if it captured any
+    routed_T: np.ndarray | None = None  # true where they are known: not at a row's last token
     turn_metrics: dict[str, float] = field(default_factory=dict)  # of turns and tools, for people
     arithmetic: int = ARITHMETIC  # in which order and types its numbers are added up
     by_attempt: bool = True  # what a sequence of `train.aggregation` is: an attempt, or in older steps a row
@@ -85,7 +87,7 @@ COLUMNS = ("group_id", "attempt", "sequence_idx", "input_ids", "loss_mask", "log
 
 def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table]) -> Samples:
     """The rows of `groups`, in that order, by attempt and sequence; `tables` maps shard id to its table. With a column
-    `reward_parts` there are reward parts.
+    `reward_parts` there are reward parts, with `routes` routes.
 
     Values are copied once, in runs of neighbouring rows; a single run stays where it is, and is read-only.
     Raises `KeyError` for a shard that is not in `tables`, `ValueError` for a group without a row in its shard.
@@ -119,7 +121,23 @@ def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table
         parts = [columns[shard][run] for shard, run in runs]
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
+    def routes() -> tuple[np.ndarray | None, np.ndarray | None]:
+        known = {shard: flat_routes(tables[shard]) for shard in ranks if ROUTES in tables[shard].column_names}
+        kinds = {(ids.shape[1:], ids.dtype) for ids, _ in known.values()}
+        if len(kinds) > 1:
+            raise InvalidInput(f"shards {', '.join(known)} have routes of models with other layers or experts")
+        if not kinds:
+            return None, None
+        [(shape, dtype)] = kinds
+        by_shard = [
+            known.get(name) or (np.zeros((ends[-1], *shape), dtype), np.zeros(ends[-1], bool))
+            for name, ends in zip(ranks, offsets, strict=True)
+        ]
+        ids, is_known = zip(*[(by_shard[shard][0][run], by_shard[shard][1][run]) for shard, run in runs], strict=True)
+        return np.concatenate(ids), np.concatenate(is_known)
+
     lengths = np.concatenate([np.diff(ends)[rows] for ends, rows in zip(offsets, rows_S, strict=True)])[order]
+    routes_T, routed_T = routes()
     is_new_attempt = np.diff(rank_B, prepend=-1).astype(bool) | np.diff(attempt_B, prepend=-1).astype(bool)
     return Samples(
         input_ids_T=tokens("input_ids"),
@@ -138,6 +156,8 @@ def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table
         constrained_B=np.concatenate(
             [_constrained(tables[shard])[rows] for shard, rows in zip(ranks, rows_S, strict=True)]
         )[order],
+        routes_T=routes_T,
+        routed_T=routed_T,
     )
 
 

@@ -129,10 +129,12 @@ def build_pack(
     layout = Layout(
         lengths,
         device=device,
-        computed_T=shared_tokens(samples.input_ids_T[tokens], lengths),
+        computed_T=shared_tokens(_identities(samples, tokens), lengths),
         arithmetic=samples.arithmetic,
         team=team,
     )
+    if samples.routes_T is not None:
+        layout.replay(torch.from_numpy(_routes(samples, tokens)).to(device).long())
     positions = np.flatnonzero(samples.mask_T[next_token] & ~is_last & layout.is_own_T.numpy())
     if not len(positions) and team is None:
         positions = np.zeros(1, np.int64)
@@ -156,12 +158,27 @@ def _num_predicting(samples: Samples, rows: np.ndarray) -> np.ndarray:
     return np.maximum(1, np.diff(samples.offsets)[rows] - 1)
 
 
+def _routes(samples: Samples, tokens: np.ndarray) -> np.ndarray:
+    """The experts to replay for these tokens, −1 where they are not known; int32, [T, L, C]."""
+    assert samples.routes_T is not None and samples.routed_T is not None
+    return np.where(samples.routed_T[tokens, None, None], samples.routes_T[tokens].astype(np.int32), -1)
+
+
+def _identities(samples: Samples, tokens: np.ndarray) -> np.ndarray:
+    """What makes tokens after equal ones the same: their ids, [T], and with routes their experts too, [T, V]."""
+    ids_T = samples.input_ids_T[tokens]
+    if samples.routes_T is None:
+        return ids_T
+    return np.concatenate([ids_T[:, None], _routes(samples, tokens).reshape(len(tokens), -1)], 1)
+
+
 def _num_new(samples: Samples, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """How many of them the row before in its group does not begin with."""
     order = np.argsort(samples.groups_B[rows], kind="stable")
-    tokens = np.concatenate([samples.input_ids_T[samples.offsets[rows[r]] :][: lengths[r]] for r in order])
+    tokens = np.concatenate([np.arange(samples.offsets[rows[r]], samples.offsets[rows[r]] + lengths[r]) for r in order])
+    shared = shared_tokens(_identities(samples, tokens), lengths[order])
     new = np.empty_like(lengths)
-    new[order] = new_tokens(shared_tokens(tokens, lengths[order]), torch.from_numpy(lengths[order])).numpy()
+    new[order] = new_tokens(shared, torch.from_numpy(lengths[order])).numpy()
     return new
 
 

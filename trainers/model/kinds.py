@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from settings.errors import InvalidInput
+from storage.policies.model_config import EXPERTS
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 STATEFUL = {"linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"}
@@ -37,6 +38,8 @@ _NOT_PACKED = {
     ),
 }
 """Architectures that a trial refuses, by reason: a `config.json` need not say what its layers are."""
+_CHOOSES_ELSEWHERE = {"jamba", "jetmoe", "llama4_text", "phimoe"}
+"""Architectures with experts whose routers do not choose the best of a row of numbers, or not all of them."""
 _BY_LENGTH = {"dynamic"}
 """Kinds of rotary embedding that depend on the longest row. Of `longrope` see `num_positions`."""
 _OF_A_STATE = re.compile(r"^(mamba|ssm|conv|linear_conv|lru)_")
@@ -79,6 +82,17 @@ def refusal(config: Mapping[str, Any]) -> str:
     ropes = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
     if by_length := _BY_LENGTH.intersection(each.get("rope_type") or each.get("type") for each in ropes):
         return f"{name} rotates positions by the longest row of a pack (rope_type {by_length.pop()!r})"
+    return ""
+
+
+def replay_refusal(config: Mapping[str, Any]) -> str:
+    """Why the routers of a model with this `config.json` take no experts that are given to them; empty if nothing is
+    known."""
+    model_type = str(config.get("model_type", "dense"))
+    if not any(config.get(name) for name in EXPERTS):
+        return f"a model of type {model_type!r} has no experts"
+    if model_type in _CHOOSES_ELSEWHERE:
+        return f"the routers of {model_type!r} do not take experts that are given to them"
     return ""
 
 

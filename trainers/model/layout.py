@@ -87,6 +87,8 @@ class Layout:
         pack. Raises `ValueError` without a sequence, or for an empty one."""
         self._device = device
         self.team = team
+        self.routes_SLC: torch.Tensor | None = None
+        """The experts to replay for each state of this rank."""
         self.arithmetic = arithmetic
         self.lengths_S = torch.as_tensor(lengths, dtype=torch.int64)  # on the host
         if not len(self.lengths_S) or int(self.lengths_S.min()) < 1:
@@ -111,6 +113,11 @@ class Layout:
                 self.batches[-1] = self.batches[-1]._replace(num_sequences=self.batches[-1].num_sequences + 1)
             else:
                 self.batches.append(Batch(1, length, length))
+
+    def replay(self, routes_TLC: torch.Tensor) -> None:
+        """Let a model that replays routes choose these experts for the pack's tokens, by layer and choice, int64; its
+        own where they are −1."""
+        self.routes_SLC = routes_TLC if self.taken_S is None else routes_TLC.index_select(0, self.taken_S)
 
     @functools.cached_property
     def num_computed(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +246,39 @@ def test_a_machine_without_a_sandbox_is_named_at_the_start_or_refused_if_the_run
     assert (check_sandbox(None).fix, "run where" in check_sandbox(demanding).fix) == ("", True)
     preflight.check_run(_config(store=str(tmp_path), tool_parser="hermes"))
     assert [message for message in caplog.messages if f"a policy wrote: {missing}. Code rewards" in message]
+
+
+@pytest.mark.parametrize(
+    ("about", "engine", "refusal"),
+    [
+        ({"model_type": "olmoe", "num_experts": 64}, {}, ""),
+        ({"model_type": "glm4_moe", "n_routed_experts": 8}, {"vllm": {"pipeline_parallel_size": 1}}, ""),
+        (
+            {"model_type": "deepseek_v3", "n_routed_experts": 8, "kv_lora_rank": 512},
+            {},
+            "build for CPUs has no prefix cache for 'deepseek_v3'",
+        ),
+        ({"model_type": "llama"}, {}, "a model of type 'llama' has no experts; leave it out"),
+        ({"model_type": "phimoe", "num_local_experts": 16}, {}, "the routers of 'phimoe' do not take experts"),
+        ({"model_type": "olmoe", "num_experts": 64}, {"kind": "scripted"}, "engine.kind = 'scripted' has no experts"),
+        *(
+            ({"model_type": "olmoe", "num_experts": 64}, {"vllm": {name: value}}, f"vllm.{name} = {value!r}: vLLM then")
+            for name, value in {
+                "enable_prefix_caching": False,
+                "pipeline_parallel_size": 2,
+                "scheduler_cls": "my.Scheduler",
+                "enforce_eager": False,
+            }.items()
+        ),
+    ],
+)
+def test_router_replay_is_refused_where_experts_are_not_known_or_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: dict[str, Any], engine: dict[str, Any], refusal: str
+) -> None:
+    monkeypatch.setattr(preflight, "is_cpu_build", lambda: True)
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    where = {"workflow": "examples.arithmetic:Arithmetic", "model": str(tmp_path)}
+    run = load_run_file({**where, "train": {"router_replay": True}, "engine": engine})
+    with pytest.raises(InvalidInput, match=refusal) if refusal else contextlib.nullcontext():
+        preflight.check_router_replay(run)
+    preflight.check_router_replay(load_run_file({**where, "engine": engine}))

@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
 from rollouts.chat.chat_tokens import ChatTokens
 from settings.train import TrainSettings
+from storage.shards.schema import routes_type
 from tests.unit.trainers.builders import row_of, samples_of, tiny_model
 from trainers.data.samples import Samples
 from trainers.refusals import (
     RefusedShards,
     refuse_long_rows,
     refuse_options,
+    refuse_routes,
     refuse_shards,
     tokenizer_sha256,
 )
@@ -119,6 +122,18 @@ def test_each_bad_shard_has_its_own_reason_also_in_another_process() -> None:
     error = pickle.loads(pickle.dumps(caught.value))
     assert error.reasons.keys() == {"a", "b"} and "tokenizer" in error.reasons["a"] and "ids" in error.reasons["b"]
     assert str(error).startswith("shard a: its tokenizer")
+
+
+def test_routes_of_another_model_are_refused_before_they_choose_experts() -> None:
+    kind = routes_type(layers=2, choices=1, id_bytes=1)
+    ids = pa.array([[4, 5, 6]], pa.list_(pa.int32()))
+    right = pa.table({"input_ids": ids, "routes": pa.array([[[[3], [0]], [[1], [2]], None]], kind)})
+    tables = {"a": right, "b": pa.table({"input_ids": ids}), "c": right}
+    refuse_routes(tables, layers=2, choices=1, experts=4)
+    for sizes in ({"layers": 2, "choices": 1, "experts": 3}, {"layers": 1, "choices": 2, "experts": 4}):
+        with pytest.raises(RefusedShards, match="1 experts in each of 2 layers, up to number 3, and this") as caught:
+            refuse_routes(tables, **sizes)
+        assert caught.value.reasons.keys() == {"a", "c"}
 
 
 def test_a_row_that_does_not_fit_into_a_forward_pass_is_named() -> None:

@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from settings.rollout import Fallback
 from settings.run_file import RunConfig
@@ -17,9 +19,11 @@ from storage.log.replay_plan import TOLERANCES, CannotReplay, ReplayedStep
 from storage.log.run_log import RunLog
 from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.objects.object_store import LocalStore
-from storage.records import RolloutGroup
+from storage.records import RolloutGroup, Routes, Turn
 from storage.shards.reward_sets import DamagedRewards, NewReward, RewardSet, attempts_of, put_rewards, rewards_key
 from storage.shards.shards import read_shard
+from tests.architectures import tiny_config
+from tests.architectures import tiny_folder as model_folder
 from tests.builders import a_config
 from tests.unit.trainers.builders import (
     commit,
@@ -30,6 +34,7 @@ from tests.unit.trainers.builders import (
     open_trainer,
     random_rows,
     replayed,
+    tiny_model,
 )
 
 _STEPS = 4
@@ -288,3 +293,32 @@ def test_damaged_rewards_name_the_file_and_the_way_out(log: RunLog, tmp_path: Pa
     log.store.put(rewards_key(log, "same", "shard-0"), b"not these")
     with pytest.raises(DamagedRewards, match=r"rewards/same/shard-0.arrow.*sha256 differs.*another name"):
         _replay(log, tmp_path, 1, 1, rewards="same")
+
+
+def test_a_run_that_replays_routes_is_replayed_bit_for_bit_and_without_them_on_request(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny_model(folder)
+    config = tiny_config("qwen3_moe", num_hidden_layers=2, vocab_size=len(AutoTokenizer.from_pretrained(folder)))
+    model_folder(folder, config)
+    groups = groups_of(random_rows(folder, num_groups=4))
+    draw = np.random.default_rng(0)
+
+    def routed(turn: Turn) -> Turn:
+        number = len(turn.context_ids) + len(turn.sampled_ids) - 1
+        first = draw.integers(4, size=(number, 2, 1), dtype=np.uint8)
+        ids = np.concatenate([first, (first + 1) % 4], -1).tobytes()
+        return dataclasses.replace(turn, routes=Routes(ids=ids, layers=2, choices=2, id_bytes=1))
+
+    with_routes = [
+        dataclasses.replace(group, trajectories=[dataclasses.replace(t, turns=[routed(t.turns[0])]) for t in attempts])
+        for group in groups
+        for attempts in [group.trajectories]
+    ]
+    recorded = _config(router_replay=True)
+    shards = [with_routes[:2], groups[2:]]  # a shard from before the key was set is trained as it was
+    log = _trained(tmp_path, folder, shards, steps=2, batch_size=2, config=recorded)
+    assert [step.metrics.get("routes_replayed") for step in log.refresh().steps] == [1.0, None]
+    steps = replayed(log, tmp_path / "cache", 1, 2, recorded=recorded, changed=recorded)
+    assert all(step.identical for step in steps)
+    plain = replayed(log, tmp_path / "cache", 1, 2, recorded=recorded, changed=_config())
+    assert not plain[0].identical and "routes_replayed" not in plain[0].replayed

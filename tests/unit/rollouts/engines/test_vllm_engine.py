@@ -11,11 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rollouts.engines import vllm_core
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
 from rollouts.engines.vllm_core import cache_bytes
 from rollouts.engines.vllm_engine import TRIES, VllmEngine
+from rollouts.engines.vllm_requests import routes_of
 from settings.errors import InvalidInput
 from storage.objects.digests import seal_folder
 from storage.records import Sampling
@@ -509,3 +512,29 @@ def test_the_cache_of_an_engine_on_cpus_has_room_for_all_that_may_run_at_once(
     smollm2 |= {"torch_dtype": "bfloat16"}
     both = {"text_config": {**smollm2, **config["text_config"]}} if "text_config" in config else {**smollm2, **config}
     assert cache_bytes({"max_model_len": 128, **arguments}, both) == mebibytes * 2**20
+
+
+def test_routes_are_those_of_the_tokens_that_are_kept_and_too_few_are_the_engines_fault():
+    parts = [np.arange(12, dtype=np.uint16).reshape(2, 3, 2), np.arange(12, 30, dtype=np.uint16).reshape(3, 3, 2)]
+    routes = routes_of(parts, num_tokens=4)
+    assert (routes.num_tokens, routes.layers, routes.choices, routes.id_bytes) == (4, 3, 2, 2)
+    assert np.frombuffer(routes.ids, "<u2").tolist() == list(range(24))
+    for missing in (parts[:1], []):
+        with pytest.raises(EngineError, match=f"has the routes of {sum(map(len, missing))} of 4 tokens"):
+            routes_of(missing, num_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "runner", "expected"),
+    [
+        (True, "", {"enforce_eager": True, "scheduler_cls": "rollouts.engines.vllm_routes.RoutingScheduler"}),
+        (True, "1", {"enable_return_routed_experts": True}),
+        (False, "", {"enable_return_routed_experts": True}),
+    ],
+)
+def test_routes_are_captured_by_vllm_where_it_can(
+    monkeypatch: pytest.MonkeyPatch, is_cpu: bool, runner: str, expected: dict[str, Any]
+):
+    monkeypatch.setattr(vllm_core, "is_cpu_build", lambda: is_cpu)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    assert vllm_core.with_routes() == expected

@@ -13,9 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.records import TRAINABLE_STATUSES, Message, RolloutGroup, Task, ToolCall, Trajectory
+from storage.records import TRAINABLE_STATUSES, Message, RolloutGroup, Routes, Task, ToolCall, Trajectory
 from storage.shards.codec import open_shard, summarise
-from storage.shards.schema import SCHEMA, BadShard, NewerSchema, check, content_sha256, flat, row_offsets
+from storage.shards.schema import (
+    SCHEMA,
+    BadShard,
+    NewerSchema,
+    check,
+    content_sha256,
+    flat,
+    flat_routes,
+    routes_type,
+    row_offsets,
+)
 from tests.builders import SAMPLING, a_group, a_trajectory, a_turn, provenance
 from tests.shard_files import decode_shard, encode_shard, file_with
 
@@ -269,3 +279,75 @@ def test_more_tokens_than_a_shard_addresses_are_refused_with_the_way_out():
     group = a_group(0, trajectories=[a_trajectory(turns=[half, half])])
     with pytest.raises(BadShard, match="shard s0: 2147483652 tokens .*lower `shard_bytes`"):
         _encode([group])
+
+
+def _routes(num_tokens: int, *, id_bytes: int = 1, start: int = 0) -> Routes:
+    numbers = np.arange(start, start + num_tokens * 3 * 2) % 200
+    return Routes(ids=numbers.astype(f"<u{id_bytes}").tobytes(), layers=3, choices=2, id_bytes=id_bytes)
+
+
+def _routed_group(id_bytes: int = 1) -> RolloutGroup:
+    """Attempts of a conversation of two turns, which are routed; of one turn, which is not; and of a fork."""
+    first, later = a_turn(routes=_routes(4, id_bytes=id_bytes)), a_turn(routes=_routes(5, id_bytes=id_bytes, start=24))
+    fork = a_turn([9], context=[8], sequence_idx=1, routes=_routes(1, id_bytes=id_bytes))
+    attempts = [[first, later], [a_turn()], [first, fork], [later, a_turn()]]
+    return a_group(0, trajectories=[a_trajectory(attempt=n, turns=turns) for n, turns in enumerate(attempts)])
+
+
+@pytest.mark.parametrize("id_bytes", [1, 2])
+def test_routes_come_back_for_all_tokens_but_the_last_of_rows_that_have_them_whole(id_bytes: int):
+    table = decode_shard(_encode([_routed_group(id_bytes)]), name="s0")
+    numbers = (np.arange(54) % 200).reshape(9, 3, 2).tolist()
+    expected = [[*numbers, None], [], [*numbers[:4], None], [numbers[0], None], []]
+    assert table["routes"].to_pylist() == expected
+    assert table["routes"].type == routes_type(layers=3, choices=2, id_bytes=id_bytes)
+    for part in (table, table.slice(2, 2), pa.concat_tables([table.slice(2), table.slice(0, 2)])):
+        ids_TLC, is_known_T = flat_routes(part)
+        rows = zip(part["routes"].to_pylist(), part["input_ids"].to_pylist(), strict=True)
+        by_token = [each for routes, ids in rows for each in routes or [None] * len(ids)]
+        assert is_known_T.tolist() == [each is not None for each in by_token]
+        known = [each for each in by_token if each is not None]
+        assert ids_TLC[is_known_T].tolist() == known and ids_TLC.dtype == f"<u{id_bytes}"
+
+
+def test_a_shard_with_routes_is_without_them_the_one_it_was_and_evaluations_have_none():
+    with_routes = _routed_group()
+    attempts = [
+        replace(attempt, turns=[replace(turn, routes=None) for turn in attempt.turns])
+        for attempt in with_routes.trajectories
+    ]
+    without = replace(with_routes, trajectories=attempts)
+    tables = [decode_shard(_encode([group]), name="s0") for group in (with_routes, without)]
+    assert tables[0].drop_columns("routes").equals(tables[1], check_metadata=True), "also its digest"
+    assert _encode([with_routes], is_eval=True) == _encode([without], is_eval=True)
+    few = open_shard(_encode([with_routes]), name="s0", columns=["input_ids"])
+    assert "routes" not in few.column_names, "who does not ask for it does not read it"
+
+
+_ONE_LAYER = routes_type(layers=1, choices=2, id_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "sentence"),
+    [
+        (pa.list_(pa.int32()), [[1] * 9, []], "column routes has type list<item: int32>, and is to have numbers"),
+        (pa.list_(pa.list_(pa.uint8(), 6)), [[], []], "and is to have numbers by layer and choice"),
+        (pa.list_(pa.list_(pa.list_(pa.int8(), 2), 3)), [[], []], "and is to have numbers by layer and choice"),
+        (routes_type(layers=3, choices=2, id_bytes=1), [[None], []], "routes and input_ids differ in length"),
+        (routes_type(layers=3, choices=2, id_bytes=1), [None, []], "routes has nulls"),
+        (_ONE_LAYER, [[[None], *[[[1, 2]]] * 4], []], "a number in routes is null"),
+        (_ONE_LAYER, [[[[1, None]], *[[[1, 2]]] * 4], []], "a number in routes is null"),
+    ],
+)
+def test_routes_of_another_type_or_number_are_refused(kind: pa.DataType, values: list[Any], sentence: str):
+    table = _table([a_group(0, trajectories=[a_trajectory(), a_trajectory(attempt=1)])])
+    table = table.append_column("routes", pa.array(values, type=kind))
+    with pytest.raises(BadShard, match=sentence):
+        decode_shard(file_with(table), name="s0")
+
+
+def test_routes_of_two_models_are_no_shard():
+    other = replace(_routes(4), layers=2, choices=3)
+    attempts = [a_trajectory(turns=[a_turn(routes=_routes(4))]), a_trajectory(attempt=1, turns=[a_turn(routes=other)])]
+    with pytest.raises(BadShard, match="routes of several models"):
+        _encode([a_group(0, trajectories=attempts)])

@@ -49,6 +49,8 @@ def test_tokens_are_the_same_where_neighbours_begin_alike(sequences: list[list[i
             if list(tokens) == earlier:
                 assert token == computed[starts[number - 1] + place]
     assert list(before_of) == list(range(len(before_of)))  # numbered in the order of the pack
+    wide = shared_tokens(np.stack([np.zeros_like(ids), ids], 1), [len(sequence) for sequence in sequences])
+    assert computed == (list(range(len(ids))) if wide is None else wide.tolist())
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))

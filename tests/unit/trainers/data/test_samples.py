@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.log.entries import ClaimedGroup
-from storage.records import RolloutGroup, Sampling, Turn
+from storage.records import RolloutGroup, Routes, Sampling, Turn
 from storage.shards.codec import shard_table
 from storage.shards.shards import read_shard
 from tests.builders import provenance
@@ -30,6 +30,21 @@ def _forked(group: RolloutGroup) -> RolloutGroup:
         context_ids=[9], sampled_ids=[10], logprobs=[-0.1], weight_versions=[4], finish_reason="stop", sequence_idx=1
     )
     attempts = [dataclasses.replace(t, turns=[*t.turns, fork]) for t in group.trajectories]
+    return dataclasses.replace(group, trajectories=attempts)
+
+
+def _routed(group: RolloutGroup, draw: random.Random) -> RolloutGroup:
+    """The same group with an expert of nine in each of two layers; some attempts have none."""
+
+    def routed(turn: Turn) -> Turn:
+        number = len(turn.context_ids) + len(turn.sampled_ids) - 1
+        ids = bytes(draw.randrange(9) for _ in range(2 * number))
+        return dataclasses.replace(turn, routes=Routes(ids=ids, layers=2, choices=1, id_bytes=1))
+
+    attempts = [
+        dataclasses.replace(t, turns=[routed(turn) for turn in t.turns]) if draw.random() < 0.8 else t
+        for t in group.trajectories
+    ]
     return dataclasses.replace(group, trajectories=attempts)
 
 
@@ -101,7 +116,8 @@ def test_any_claim_gathers_what_row_by_row_would(lengths: list[list[int]], seed:
             for attempt, n in enumerate(replies)
         ]
         group = group_of(draw.sample(rows, len(rows)), position=position)
-        groups.append(_forked(group) if draw.random() < 0.3 else group)
+        group = _forked(group) if draw.random() < 0.3 else group
+        groups.append(_routed(group, draw) if draw.random() < 0.5 else group)
     shard_of = [draw.choice("ab") for _ in groups]
     tables = {}
     for shard_id in set(shard_of):
@@ -128,3 +144,10 @@ def test_any_claim_gathers_what_row_by_row_would(lengths: list[list[int]], seed:
     assert samples.rewards_B.tolist() == [row["reward"] for _, row in expected]
     attempts = list(dict.fromkeys((rank, row["attempt"]) for rank, row in expected))
     assert samples.attempts_B.tolist() == [attempts.index((rank, row["attempt"])) for rank, row in expected]
+    if all("routes" not in tables[claim.shard_id].column_names for claim in claimed):
+        assert samples.routes_T is None and samples.routed_T is None
+        return
+    routes = [each for _, row in expected for each in row.get("routes") or [None] * len(row["input_ids"])]
+    assert samples.routes_T is not None and samples.routed_T is not None
+    assert samples.routed_T.tolist() == [each is not None for each in routes]
+    assert samples.routes_T[samples.routed_T].tolist() == [each for each in routes if each is not None]
