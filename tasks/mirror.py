@@ -29,7 +29,7 @@ from settings.places.hints import command
 from settings.redaction import without_secrets
 from storage.log.entries import Registration
 from storage.log.run_log import RunLog
-from storage.log.runs import is_training, outcome, teller_lock
+from storage.log.runs import is_training, teller_lock
 from storage.tracking.follower import Follower, FollowerUnavailable
 from storage.tracking.mlflow_run import RegistryUnavailable
 from storage.tracking.registry import Registry
@@ -105,13 +105,13 @@ class TrackingMirror:
         away = [each for each in (*self._following, *self._trackers.values()) if each.is_away]
         return [_missing(each.follower.name, each.num_entries, steps, self.log) for each in away]
 
-    async def tell(self) -> int:
+    async def tell(self, *, is_last: bool = False) -> int:
         """Tell each follower what is new, after the last step with the report; returns how many versions are new."""
         self._told_at = time.monotonic()
-        num_registered = await asyncio.to_thread(self._sync)
-        if self._is_trainer and outcome(self.log) == "finished" and not self._mlflow.is_away:
-            await self._attach_report()
-        return num_registered
+        telling = asyncio.create_task(asyncio.to_thread(self._sync))
+        if is_last and self._is_trainer:
+            await self._attach_report(beside=telling)
+        return await telling
 
     def _sync(self) -> int:
         log = self.log
@@ -141,8 +141,9 @@ class TrackingMirror:
                 self._trackers[kind] = _Following(functools.partial(Tracker, self.log, kind))
         return list(self._trackers.values())
 
-    async def _attach_report(self) -> None:
-        """The run as a web page beside the MLflow run. A command of its own makes it, with memory of its own."""
+    async def _attach_report(self, *, beside: asyncio.Task[int]) -> None:
+        """The run as a web page beside the MLflow run. A command of its own makes it, with memory of its own, while
+        MLflow is told of the last steps."""
         log = self.log
         with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
             page = Path(folder) / "report.html"
@@ -154,7 +155,9 @@ class TrackingMirror:
                     output, _ = await making.communicate()
                 if making.returncode:
                     raise RegistryUnavailable(output.decode(errors="replace").strip()[-500:])
-                await asyncio.to_thread(self._mlflow.follower.attach, page)
+                await beside
+                if not self._mlflow.is_away:
+                    await asyncio.to_thread(self._mlflow.follower.attach, page)
             except (TimeoutError, RegistryUnavailable) as error:
                 reason = without_secrets(str(error)) or f"it took more than {LONGEST_REPORT:g} s"
                 logger.warning(
@@ -177,9 +180,9 @@ def _missing(name: str, num_entries: int, steps: Sequence[int], log: RunLog) -> 
 
 
 @task(name="track", persist_result=False)
-async def track(mirror: TrackingMirror) -> int:
+async def track(mirror: TrackingMirror, *, is_last: bool = False) -> int:
     """Log new metrics, versions, lineage, aliases and traces; at the end the report too. An outage is a warning."""
-    return await mirror.tell()
+    return await mirror.tell(is_last=is_last)
 
 
 def _report_command(log: RunLog, page: Path) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import threading
@@ -81,6 +82,21 @@ class _Watched:
             self._in_use.release()
 
 
+class _Opened:
+    """A run's log as it stands, and its shards opened for SQL, once."""
+
+    def __init__(self, log: RunLog) -> None:
+        self.log = log
+
+    @functools.cached_property
+    def queries(self) -> Queries:
+        return open_queries(self.log)
+
+    @functools.cached_property
+    def rewards(self) -> tuple[float, float]:
+        return contents.reward_range(self.queries)
+
+
 class Pages:
     """The page's data of one store. Threads may share it."""
 
@@ -101,6 +117,14 @@ class Pages:
 
     def get(self, run: str, part: str, **asked: str) -> Any:
         """A part of a run. Raises `NotFound`, `InvalidInput` for what is asked, and the errors of a damaged run."""
+        return self._get(run, part, asked)
+
+    def all(self, run: str) -> dict[str, Any]:
+        """All parts that a report has, by name; the shards are opened once."""
+        opened = _Opened(open_run(self.store, run))
+        return {part: self._get(run, part, {}, opened) for part in REPORTED}
+
+    def _get(self, run: str, part: str, asked: dict[str, str], opened: _Opened | None = None) -> Any:
         light, heavy = _LIGHT.get(part), _HEAVY.get(part)
         if light is None and heavy is None:
             raise NotFound(f"there is no page {part!r} of a run")
@@ -112,10 +136,10 @@ class Pages:
         assert heavy is not None
         with self._reading_shards, watched.second_log() as log:
             if asked or part not in REPORTED:
-                return heavy(log, **asked)
+                return heavy(_Opened(log), **asked)
             entries, made = watched.made.get(part, (-1, None))
             if entries != log.state.entries:
-                made = {"as_of_step": log.state.step, **heavy(log)}
+                made = {"as_of_step": log.state.step, **heavy(opened or _Opened(log))}
                 watched.made[part] = (log.state.entries, made)
             return made
 
@@ -292,13 +316,13 @@ _LIGHT: dict[str, Part] = {
 # ── from the shards ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _contents(log: RunLog) -> dict[str, Any]:
-    config, queries = run_config(log), open_queries(log)
+def _contents(opened: _Opened) -> dict[str, Any]:
+    log, queries, rewards = opened.log, opened.queries, opened.rewards
+    config = run_config(log)
     training, bound = config.get("train", {}), math.ceil(config.get("max_staleness", 0))
     steps = log.state.step
     width = width_of(steps, contents.MOST_POINTS)
     spans = spans_of(steps, width)
-    rewards = contents.reward_range(queries)
     lags = contents.token_lags(queries, steps_per_update=training.get("steps_per_update", 1))
     policy, stale = training.get("stale_policy", "strict"), log.state.counters()["stale"]
     return {
@@ -332,19 +356,18 @@ def _left_out(log: RunLog, queries: Queries) -> list[str]:
     return notes
 
 
-def _groups(log: RunLog) -> dict[str, Any]:
-    queries = open_queries(log)
-    return {"lists": group_lists(log, queries), "rewards": contents.reward_range(queries)}
+def _groups(opened: _Opened) -> dict[str, Any]:
+    return {"lists": group_lists(opened.log, opened.queries), "rewards": opened.rewards}
 
 
-def _prompts(log: RunLog) -> dict[str, Any]:
-    queries = open_queries(log)
-    rewards = contents.reward_range(queries)
-    return {"rewards": rewards, "histories": [prompt_history(queries, name, rewards) for name in VISITS]}
+def _prompts(opened: _Opened) -> dict[str, Any]:
+    histories = [prompt_history(opened.queries, name, opened.rewards) for name in VISITS]
+    return {"rewards": opened.rewards, "histories": histories}
 
 
-def _trajectory(log: RunLog, id: str = "", color: str = COLORS[0]) -> dict[str, Any]:
+def _trajectory(opened: _Opened, id: str = "", color: str = COLORS[0]) -> dict[str, Any]:
     """An attempt whole; one row per training sequence."""
+    log = opened.log
     if failure := find_failure(log, id):
         return {"id": id, "status": failure.status, "error": without_secrets(failure.error), "sequences": []}
     colorist, rows = Colorist(log, color, cache=cache_folder()), find_trajectories(log, trajectory_id=id)
@@ -359,10 +382,10 @@ def _trajectory(log: RunLog, id: str = "", color: str = COLORS[0]) -> dict[str, 
     return {"id": id, "colors": COLORS, "sequences": shown}
 
 
-def _trajectories(log: RunLog, held_out: str = "", **asked: str) -> dict[str, Any]:
+def _trajectories(opened: _Opened, held_out: str = "", **asked: str) -> dict[str, Any]:
     if unknown := asked.keys() - {"words", "step", "reward", "status", "length", "environment", "after"}:
         raise InvalidInput(f"there is no filter {', '.join(sorted(unknown))}")
-    return search.find(log, held_out=bool(held_out), **asked)
+    return search.find(opened.log, held_out=bool(held_out), **asked)
 
 
 _HEAVY: dict[str, Part] = {
@@ -371,14 +394,13 @@ _HEAVY: dict[str, Part] = {
     "prompts": _prompts,
     "trajectory": _trajectory,
     "trajectories": _trajectories,
-    "index": lambda log: {"behind": search.shards_to_index(log)},
+    "index": lambda opened: {"behind": search.shards_to_index(opened.log)},
 }
 
 
 def reported(store: ObjectStore, run: str) -> dict[str, Any]:
     """Everything that a report of a run holds, by path."""
-    pages = Pages(store)
-    parts = {f"runs/{run}/{part}": pages.get(run, part) for part in REPORTED}
+    parts = {f"runs/{run}/{part}": value for part, value in Pages(store).all(run).items()}
     return {"metrics": described(), **parts}
 
 

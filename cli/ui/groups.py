@@ -9,6 +9,7 @@ In: a run opened for SQL. Out: one attempt of each, as a conversation that is sh
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from cli.ui.conversations import SHORT, attempts_of, conversation, tokenizer_of
@@ -68,7 +69,12 @@ def group_lists(log: RunLog, queries: Queries) -> list[dict[str, Any]]:
     picks = queries.select(_PICKS, [MOST_GROUPS]).to_pylist()
     tokenizer = tokenizer_of(log) if picks else None
     cards: dict[str, list[dict[str, Any]]] = {key: [] for key, *_ in LISTS}
+
+    @functools.cache  # an attempt may be in several lists
+    def shown(shard_id: str, group_id: str, attempt: int) -> list[dict[str, Any]]:
+        rows = attempts_of(queries, shard_id, group_id, attempt)
+        return [conversation(queries, row, tokenizer, SHORT) for row in rows[:1]]
+
     for pick in picks:
-        rows = attempts_of(queries, pick["shard_id"], pick["group_id"], pick["pick"]["attempt"])
-        cards[pick["list"]] += [conversation(queries, row, tokenizer, SHORT) for row in rows[:1]]
+        cards[pick["list"]] += shown(pick["shard_id"], pick["group_id"], pick["pick"]["attempt"])
     return [{"key": key, "title": title, "definition": text, "groups": cards[key]} for key, title, text in LISTS]

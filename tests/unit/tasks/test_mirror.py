@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from settings.places.hints import command
-from storage.log.entries import Alias, End, Evaluation, Registration, Session
+from storage.log.entries import Alias, Evaluation, Registration, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import trainer_lock
 from storage.tracking.mlflow_run import RegistryUnavailable
@@ -83,17 +83,23 @@ def test_each_call_sees_what_was_committed_since_and_reads_nothing_twice(
     assert not any(key.endswith(f"{0:020d}.json") for key in read)
 
 
+def _is_down() -> None:
+    raise RegistryUnavailable("down")
+
+
 def test_the_report_is_attached_at_the_end_and_only_there_or_a_warning_says_why_not(
     told: TrackingMirror, registry: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mirror, "_report_command", lambda log, page: ["sh", "-c", f"printf page > {page}"])
     asyncio.run(mirror.track.fn(told))
     assert registry.attached == [] and told.run_page == "#/experiments/1/runs/2"
-    told.log.append(End(session_id=told.log.state.sessions[-1].id, outcome="finished"))
-    asyncio.run(mirror.track.fn(told))
+    asyncio.run(mirror.track.fn(told, is_last=True))
     assert registry.attached == ["report.html: page"] and not caplog.text
+    registry.do = _is_down
+    asyncio.run(mirror.track.fn(told, is_last=True))
+    assert registry.attached == ["report.html: page"], "what is away gets none"
     monkeypatch.setattr(mirror, "_report_command", lambda log, page: ["sh", "-c", "echo no disk left >&2; exit 1"])
-    asyncio.run(mirror.track.fn(told))
+    asyncio.run(mirror.track.fn(told, is_last=True))
     assert "MLflow has no report of this run" in caplog.text and "no disk left" in caplog.text
 
 
