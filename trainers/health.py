@@ -150,6 +150,10 @@ class GapMeter:
         """One pack: log-probabilities of trainer and engine, the weights of `gap_weights`, and each token's shard."""
         self._packs.append([values.detach() for values in (logprobs_T, sampled_T, weights_T, shards_T)])
 
+    def join(self, other: GapMeter) -> None:
+        """Take in what another has compared."""
+        self._packs += other._packs
+
     def result(self, sum_over_ranks: Reduce, *, num_shards: int) -> Gap:
         """Over all packs and ranks, in one collective. k3: http://joschu.net/blog/kl-approx.html"""
         columns = ([values.cpu().numpy() for values in column] for column in zip(*self._packs, strict=True))

@@ -232,6 +232,7 @@ class Trainer:
         samples, settings = batch.samples, self._settings
         if not update.checks:
             self.free_gradients()
+        kept = self._measure_kept(update, batch) if update.number == 0 else GapMeter()
         max_tokens = self._config.sampling.max_tokens
         weights_T = batch.weights_T(rows, settings.aggregation, max_tokens=max_tokens, is_part=is_part)
         values = {**batch.values, "weights": weights_T}
@@ -247,7 +248,7 @@ class Trainer:
             if trains_policy:
                 loss.backward()
             if update.number == 0 and not pack.is_idle:
-                update.meter.add(logprobs, *_gap_values(pack))
+                update.meter.add(logprobs, *pack.gap_values())
             finite.add(
                 pack.tokens,
                 mask_T=pack.mask,
@@ -266,6 +267,7 @@ class Trainer:
         update.checks.append((finite, samples))
         if update.number == 0:
             self._measure(update, batch, moving)
+            update.meter.join(kept)
 
     def _conclude(
         self,
@@ -361,16 +363,22 @@ class Trainer:
         """Compare with the engine what has no gradient to be compared in passing, before the first update.
 
         A shard that the meter has no row of gets one here, and every row with a token that its engine finds very
-        unlikely: what is wrong must show before the first update. A shard of which only an earlier policy's tokens can
-        be compared gets a few under that policy, if it is the kept one."""
+        unlikely: what is wrong must show before the first update."""
         started, samples = time.perf_counter(), batch.samples
         if len(samples.shards_B):
             self._probe(batch, np.isin(np.arange(samples.num_rows), measured), update.meter, weights="gap_weights")
-            if batch.values["kept_gap_weights"].any():
-                nothing_B, kept = np.zeros(samples.num_rows, bool), "kept_gap_weights"
-                with self.kept.in_place():
-                    self._probe(batch, nothing_B, update.meter, weights=kept, per_shard=_KEPT_ROWS)
         update.gap_seconds += time.perf_counter() - started
+
+    @torch.no_grad()
+    def _measure_kept(self, update: Update, batch: StepBatch) -> GapMeter:
+        """A few rows of each shard of which only an earlier policy's tokens can be compared, under that policy, if it
+        is the kept one. Before there are gradients: the policy's own weights stand aside meanwhile."""
+        started, meter, nothing_B = time.perf_counter(), GapMeter(), np.zeros(batch.samples.num_rows, bool)
+        if batch.values["kept_gap_weights"].any():
+            with self.kept.in_place():
+                self._probe(batch, nothing_B, meter, weights="kept_gap_weights", per_shard=_KEPT_ROWS)
+        update.gap_seconds += time.perf_counter() - started
+        return meter
 
     @torch.no_grad()
     def _gap(self, update: Update, samples: Samples, *, base_version: int, max_gap: float) -> dict[str, float]:
@@ -397,7 +405,7 @@ class Trainer:
         for pack in self._packs(samples, rows, mask_T=batch.trained_T, values=batch.values):
             logprobs, _ = self._forward(self.model, pack)
             if not pack.is_idle:
-                meter.add(logprobs, *_gap_values(pack, weights))
+                meter.add(logprobs, *pack.gap_values(weights))
 
     def _forward(
         self, model: PolicyModel, pack: Pack, *, entropy_grad: bool = False
@@ -419,8 +427,3 @@ class Trainer:
         """This rank's; none of no rows."""
         settings = {"budget": self._settings.longest_pack, "spread": self._spread, "device": self.device}
         return packs_of(samples, rows, mask_T=mask_T, values=values, **settings) if len(rows) else iter(())
-
-
-def _gap_values(pack: Pack, weights: str = "gap_weights") -> list[torch.Tensor]:
-    """What `GapMeter.add` wants of a pack beside the trainer's log-probabilities."""
-    return [pack.values[name] for name in ("sampled_logprobs", weights, "shards")]

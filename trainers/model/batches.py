@@ -46,6 +46,10 @@ class Pack:
         inner = ~self.is_last
         out_T[self.tokens[inner] + 1] = values_T.detach().double().cpu().numpy()[inner]
 
+    def gap_values(self, weights: str = "gap_weights") -> list[torch.Tensor]:
+        """What `trainers.health.GapMeter.add` wants beside the trainer's log-probabilities."""
+        return [self.values[name] for name in ("sampled_logprobs", weights, "shards")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
