@@ -188,8 +188,8 @@ def _without_later(record: Any, values: dict[str, Any]) -> dict[str, Any]:
     for each in fields(record):
         if is_dataclass(own := getattr(record, each.name)):
             _without_later(own, values[each.name])
-        elif each.metadata.get("later") and not values[each.name] and type(own) is not float:
-            del values[each.name]  # a temperature of 0 is not empty
+        elif each.metadata.get("later") and not own and type(own) is not float:  # a temperature of 0 is not empty
+            values.pop(each.name, None)
     return values
 
 

@@ -163,7 +163,7 @@ def play_tasks(
     """
     check_splits(tasks)
     first, replies = first_tasks(tasks, _PLAYED), known_replies(workflow)
-    if not config.model:
+    if not config.model and type(workflow).demonstrations is not Workflow.demonstrations:
         check_demonstrations(workflow, tasks)
     outcomes = attempts_at(first, workflow, config, replies, seconds=_SECONDS)
     for (split, task), outcome in zip(first, outcomes, strict=True):
