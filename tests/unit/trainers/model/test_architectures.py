@@ -136,11 +136,12 @@ def test_these_are_all_that_load(tmp_path: Path) -> None:
         try:
             with torch.device("meta"):
                 made = AutoModelForCausalLM.from_config(tiny_config(name))
-            if sum(parameter.numel() for parameter in made.parameters()) < 1e7:
+            if sum(parameter.numel() for parameter in made.parameters()) < 2e7:
                 tiny_folder(folder, tiny_config(name))
                 load_model(folder)
                 loads.add(name)
         except Exception:  # noqa: BLE001 - no tiny model can be made in this way, or it is refused
             continue
-    loads.discard("fuyu")  # it sees images, and its encoder is not trained
+    loads -= {"fuyu", "whisper"}  # they see images and hear, and their encoders are not trained
+    loads -= {"hunyuan_v1_moe"}  # its router is in float32 in any case, so nothing is proven of it in float64
     assert loads == {*_BY_KIND.split(), *_OTHERS.split()}
