@@ -127,9 +127,9 @@ class TrainSettings(Block):
     which the shard is quarantined before it trains anything."""
     tokens_per_microbatch: int = Field(default=4096, ge=16)
     """Tokens of the attempts in one forward pass of a rank, of which those that an attempt shares with the one before
-    it in its group count a quarter; bounds memory, changes nothing else. If it is not set, on CPUs half of the default,
-    or an eighth at least, down to the longest sequence, as long as activations take more than 0.5 GiB and more than a
-    quarter of what weights, gradients and moments do."""
+    it in its group count a quarter; bounds memory, changes nothing else. If it is not set, on CPUs half of the default
+    or a quarter, down to the longest sequence, as long as activations take more than half of what weights, gradients
+    and moments do."""
     balance: Literal["tokens", "flops"] = "tokens"
     """What ranks get evenly: tokens, or arithmetic, in which a token of a long row counts more for its attention, and
     packs of about as much of it then run at the same time. The last digits depend on it."""

@@ -38,7 +38,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")
 """What Linux calls a processor's products in bfloat16, on x86 and on ARM."""
-FEWEST_TOKENS, SMALL_PACK, STATE_SHARE = 512, 2**29, 0.25
+FEWEST_TOKENS, SMALL_PACK, STATE_SHARE = 512, 2**30, 0.5
 """Of a pack: tokens that it keeps in any case; bytes of activations, and their share of weights, gradients and moments,
 up to which a pack is not divided. More of them at a time would save a few hundredths of the time."""
 WORTH = 1.1

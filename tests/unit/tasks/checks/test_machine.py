@@ -120,7 +120,7 @@ SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49
 @pytest.mark.parametrize(
     ("parameters", "longest", "own", "tokens"),
     [
-        (135 * 10**6, 128, {}, 512),
+        (135 * 10**6, 128, {}, 1024),
         (135 * 10**6, 2048, {}, 2048),  # a sequence is never cut
         (135 * 10**6, 128, {"tokens_per_microbatch": 8192}, 8192),
         (8 * 10**9, 128, {}, 4096),  # its activations are little beside its weights
