@@ -374,7 +374,7 @@ class Trainer:
         """A few rows of each shard of which only an earlier policy's tokens can be compared, under that policy, if it
         is the kept one. Before there are gradients: the policy's own weights stand aside meanwhile."""
         started, meter, nothing_B = time.perf_counter(), GapMeter(), np.zeros(batch.samples.num_rows, bool)
-        if batch.values["kept_gap_weights"].any():
+        if len(batch.samples.shards_B) and batch.values["kept_gap_weights"].any():
             with self.kept.in_place():
                 self._probe(batch, nothing_B, meter, weights="kept_gap_weights", per_shard=_KEPT_ROWS)
         update.gap_seconds += time.perf_counter() - started
