@@ -53,7 +53,7 @@ def sync(run: str, store: StoreOption = "", tracking: TrackingOption = "") -> No
     import asyncio
 
     from settings.errors import counted
-    from storage.log.runs import is_training
+    from storage.log.runs import is_training, outcome
     from storage.tracking.follower import FollowerUnavailable
     from tasks.mirror import TrackingMirror
 
@@ -61,7 +61,7 @@ def sync(run: str, store: StoreOption = "", tracking: TrackingOption = "") -> No
     if is_training(log):
         raise FollowerUnavailable(f"run {run} is being trained, and its own session tells MLflow")
     mirror = TrackingMirror(log, tracking=tracking, is_trainer=True)
-    asyncio.run(mirror.tell())
+    asyncio.run(mirror.tell(is_last=outcome(log) == "finished"))
     if missing := mirror.missing():
         raise FollowerUnavailable("; ".join(missing))
     sent = f"{counted(log.state.step, 'step')} of run {log.run_id}, to the end of its log"
