@@ -21,7 +21,7 @@ from infra.cluster import WorkerDied
 from infra.liveness import RayLost
 from settings.errors import DiskFull, UserError
 from settings.run_file import RunConfig
-from storage.log.claims import has_sampled_all, next_claim, next_part, waits_for_batch
+from storage.log.claims import has_sampled_all, next_claim, next_part, streams
 from storage.log.entries import Claim, ClaimedGroup, Step
 from storage.log.run_state import RunState
 from tasks.checks.learning_rate import FIRST_STEPS, nothing_moves
@@ -99,7 +99,7 @@ class _Streamed:
     def __init__(self, session: RunSession, config: RunConfig) -> None:
         self.parts: list[list[ClaimedGroup]] = []
         self._session, self._config = session, config
-        self._is_on = config.train.stream and not waits_for_batch(config)
+        self._is_on = streams(config)
         self._task: asyncio.Task[bool] | None = None
 
     def look(self, state: RunState) -> None:

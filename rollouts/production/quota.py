@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 
 from settings.run_file import RunConfig
-from storage.log.claims import num_allowed, smallest_part, waits_for_batch
+from storage.log.claims import num_allowed, smallest_part, streams
 
 LEASE_SHARE = 8
 """The lease of a worker alone is for at least this part of a batch: a filter that rejects much must not cost a log
@@ -134,7 +134,7 @@ class Quota:
         """Whether what has finished is what the next step misses, or this worker's share of it; or a part that the
         trainer can begin with."""
         missing = self._config.batch_size - (self.committed + self.handed_out) % self._config.batch_size
-        if self._config.train.stream and not waits_for_batch(self._config):
+        if streams(self._config):
             missing = min(missing, smallest_part(self._config))
         return self.finished >= math.ceil(missing / self.num_producers)
 

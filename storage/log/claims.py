@@ -142,13 +142,13 @@ def next_claim(state: RunState, config: RunConfig, parts: Parts = ()) -> Claim |
     trainable = [group for group in pending if not reasons[group.id][0]]
     begun = _begun(trainable, parts)
     if begun is None:
-        begun, parts = [], ()
+        begun, parts = {}, ()
     enough = config.rollout.dynamic_batch or len(pending) >= config.rollout.max_attempts * config.batch_size
     if not pending or (len(trainable) < config.batch_size and not enough):
         return None
     # Groups finish in any order; trained in prompt order, the same groups give bit-identical weights.
-    left = [group for group in trainable if group not in begun][: config.batch_size - len(begun)]
-    trained = begun + sorted(left, key=lambda group: group.position)
+    left = [group for group in trainable if group.id not in begun][: config.batch_size - len(begun)]
+    trained = [*begun.values(), *sorted(left, key=lambda group: group.position)]
     if in_order and len(trained) == config.batch_size:  # what is behind it belongs to the next batch
         pending = [group for group in pending if group.position <= trained[-1].position]
     if not trained and config.rollout.on_nothing_accepted == "fail":
@@ -167,7 +167,7 @@ def next_claim(state: RunState, config: RunConfig, parts: Parts = ()) -> Claim |
         trained=claimed(trained),
         **passed_over,
         fallback="" if trained else config.rollout.on_nothing_accepted,
-        parts=[*map(len, parts), len(left)][: len(parts) + bool(left)] if parts else [],
+        parts=[size for size in (*map(len, parts), len(left)) if size] if parts else [],
     )
 
 
@@ -184,11 +184,11 @@ def next_part(state: RunState, config: RunConfig, parts: Parts) -> Claim | None:
     begun = _begun(trainable, parts)
     if begun is None:
         return None
-    ready = sorted((group for group in trainable if group not in begun), key=lambda group: group.position)
+    ready = sorted((group for group in trainable if group.id not in begun), key=lambda group: group.position)
     ready = ready[: config.batch_size - len(begun)]
     if len(ready) < smallest_part(config):
         return None
-    groups = [ClaimedGroup(shard_id=state.shard_of[group.id], group_id=group.id) for group in (*begun, *ready)]
+    groups = [ClaimedGroup(shard_id=state.shard_of[group.id], group_id=group.id) for group in (*begun.values(), *ready)]
     return Claim(
         step=state.step + 1,
         base_version=live.version,
@@ -232,11 +232,16 @@ def waits_for_batch(config: RunConfig) -> str:
     return ""
 
 
-def _begun(trainable: Sequence[GroupSummary], parts: Parts) -> list[GroupSummary] | None:
-    """The groups of the parts; None if one can no longer be trained."""
+def streams(config: RunConfig) -> bool:
+    """Whether gradients of finished groups are added up before the batch is there."""
+    return config.train.stream and not waits_for_batch(config)
+
+
+def _begun(trainable: Sequence[GroupSummary], parts: Parts) -> dict[str, GroupSummary] | None:
+    """The groups of the parts by id, in their order; None if one can no longer be trained."""
     by_id = {group.id: group for group in trainable}
     ids = [group.group_id for part in parts for group in part]
-    return [by_id[each] for each in ids] if by_id.keys() >= set(ids) else None
+    return {each: by_id[each] for each in ids} if by_id.keys() >= set(ids) else None
 
 
 def num_counted(state: RunState, config: RunConfig) -> int:

@@ -54,21 +54,18 @@ def assign_credit(
 ) -> Credit:
     """Advantages by `settings.advantage`. Raises `ValueError` if no attempt has a reward, or a part is missing. Rows of
     one attempt share its reward; its length is what was sampled in all of them."""
-    _, first_row = np.unique(samples.attempts_B, return_index=True)
+    rewards_A, groups_A, parts_A = _by_attempt(samples)
     token_row = np.repeat(np.arange(samples.num_rows), np.diff(samples.offsets))
     token_attempt = samples.attempts_B[token_row]
     penalty_T = _penalty(samples, settings, looked)
-    rewards_A = samples.rewards_B[first_row].astype(np.float64)
-    groups_A = torch.from_numpy(samples.groups_B[first_row].astype(np.int64))
-    parts_A = {name: torch.from_numpy(part[first_row]) for name, part in samples.reward_parts_B.items()}
     if penalty_T is not None and settings.advantage.kind != "gae":
-        charges_A = np.bincount(token_attempt, weights=penalty_T, minlength=len(first_row))
+        charges_A = np.bincount(token_attempt, weights=penalty_T, minlength=len(rewards_A))
         rewards_A = rewards_A - _same_for_the_same(charges_A, samples)
     advantages_A = advantages_of(
         settings.advantage,
         torch.from_numpy(rewards_A),
         groups_A,
-        lengths_B=torch.from_numpy(np.bincount(token_attempt, weights=samples.mask_T, minlength=len(first_row))),
+        lengths_B=torch.from_numpy(np.bincount(token_attempt, weights=samples.mask_T, minlength=len(rewards_A))),
         reward_parts_B=parts_A,
         reward_weights=reward_weights,
     )
@@ -99,11 +96,16 @@ def assign_credit(
 
 def metrics_of_rewards(samples: Samples) -> dict[str, float]:
     """Of the rewards as they were scored, over attempts; a KL penalty in the reward is `reference_kl`'s to show."""
+    rewards_A, groups_A, parts_A = _by_attempt(samples)
+    return reward_metrics(torch.from_numpy(rewards_A), groups_A, reward_parts_B=parts_A)
+
+
+def _by_attempt(samples: Samples) -> tuple[np.ndarray, torch.Tensor, dict[str, torch.Tensor]]:
+    """Reward in float64, group and parts of the reward of each attempt."""
     _, first_row = np.unique(samples.attempts_B, return_index=True)
-    rewards_A = torch.from_numpy(samples.rewards_B[first_row].astype(np.float64))
     groups_A = torch.from_numpy(samples.groups_B[first_row].astype(np.int64))
     parts_A = {name: torch.from_numpy(part[first_row]) for name, part in samples.reward_parts_B.items()}
-    return reward_metrics(rewards_A, groups_A, reward_parts_B=parts_A)
+    return samples.rewards_B[first_row].astype(np.float64), groups_A, parts_A
 
 
 def _penalty(samples: Samples, settings: TrainSettings, looked: Looked) -> np.ndarray | None:
