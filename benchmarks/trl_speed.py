@@ -209,9 +209,9 @@ def _run_config(workload: Workload, model: Path, *, steps: int, seed: int, max_s
         "learning_rate": workload.learning_rate,
         "sampling": {"max_tokens": workload.max_tokens, "temperature": workload.temperature},
         "evaluation": {"every": workload.evaluate_every, "num_tasks": workload.num_held_out},
-        "engine": workload.engine,
+        "engine": {**workload.engine, "vllm": {**workload.engine.get("vllm", {}), "dtype": workload.dtype}},
         "rollout": workload.rollout,
-        "train": {"num_minibatches": workload.num_minibatches, **workload.train},
+        "train": {"num_minibatches": workload.num_minibatches, "dtype": workload.dtype, **workload.train},
     }
 
 

@@ -100,7 +100,6 @@ class Workload:
 
 
 _VLLM = {
-    "dtype": "float32",
     "max_num_seqs": 256,
     "enable_prefix_caching": False,  # no prompt here fills a block, which is the least that is shared
 }
@@ -162,18 +161,12 @@ SMOLLM2 = Workload(
     steps=6,
     temperature=0.6,
     dtype="bfloat16",
-    engine={"max_model_len": 128, "vllm": {"dtype": "bfloat16"}},
-    train={"dtype": "bfloat16"},
+    engine={"max_model_len": 128},
+    train={},
     rollout={},
     trl={"per_device_train_batch_size": 32},
 )
-SMOLLM2_FLOAT32 = dataclasses.replace(
-    SMOLLM2,
-    name="smollm2_float32",
-    dtype="float32",
-    engine={"max_model_len": 128, "vllm": {"dtype": "float32"}},
-    train={"dtype": "float32"},
-)
+SMOLLM2_FLOAT32 = dataclasses.replace(SMOLLM2, name="smollm2_float32", dtype="float32")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 WORKLOADS = {workload.name: workload for workload in (W, ARITHMETIC)}

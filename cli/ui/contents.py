@@ -5,13 +5,15 @@ In: a run opened for SQL. Out: plain lists, at most a few hundred points each ho
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import numpy as np
 
 from cli.ui.curves import Curve, short
-from storage.views.queries import Queries
+from storage.log.run_log import RunLog
+from storage.views.queries import Queries, open_queries
 
 MOST_POINTS = 240
 """Spans of steps, and marks of the picture of versions; more than this are merged with their neighbours."""
@@ -20,6 +22,21 @@ MOST_LAGS = 16
 NUM_LEVELS = 9
 """Rows of the picture of rewards over steps."""
 MOST_REASONS = 8
+
+
+class Opened:
+    """A run's log as it stands, and its shards opened for SQL, once."""
+
+    def __init__(self, log: RunLog) -> None:
+        self.log = log
+
+    @functools.cached_property
+    def queries(self) -> Queries:
+        return open_queries(self.log)
+
+    @functools.cached_property
+    def rewards(self) -> tuple[float, float]:
+        return reward_range(self.queries)
 
 
 def reward_range(queries: Queries) -> tuple[float, float]:

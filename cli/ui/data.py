@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import threading
@@ -82,21 +81,6 @@ class _Watched:
             self._in_use.release()
 
 
-class _Opened:
-    """A run's log as it stands, and its shards opened for SQL, once."""
-
-    def __init__(self, log: RunLog) -> None:
-        self.log = log
-
-    @functools.cached_property
-    def queries(self) -> Queries:
-        return open_queries(self.log)
-
-    @functools.cached_property
-    def rewards(self) -> tuple[float, float]:
-        return contents.reward_range(self.queries)
-
-
 class Pages:
     """The page's data of one store. Threads may share it."""
 
@@ -121,10 +105,10 @@ class Pages:
 
     def all(self, run: str) -> dict[str, Any]:
         """All parts that a report has, by name; the shards are opened once."""
-        opened = _Opened(open_run(self.store, run))
+        opened = contents.Opened(open_run(self.store, run))
         return {part: self._get(run, part, {}, opened) for part in REPORTED}
 
-    def _get(self, run: str, part: str, asked: dict[str, str], opened: _Opened | None = None) -> Any:
+    def _get(self, run: str, part: str, asked: dict[str, str], opened: contents.Opened | None = None) -> Any:
         light, heavy = _LIGHT.get(part), _HEAVY.get(part)
         if light is None and heavy is None:
             raise NotFound(f"there is no page {part!r} of a run")
@@ -136,10 +120,10 @@ class Pages:
         assert heavy is not None
         with self._reading_shards, watched.second_log() as log:
             if asked or part not in REPORTED:
-                return heavy(_Opened(log), **asked)
+                return heavy(contents.Opened(log), **asked)
             entries, made = watched.made.get(part, (-1, None))
             if entries != log.state.entries:
-                made = {"as_of_step": log.state.step, **heavy(opened or _Opened(log))}
+                made = {"as_of_step": log.state.step, **heavy(opened or contents.Opened(log))}
                 watched.made[part] = (log.state.entries, made)
             return made
 
@@ -316,7 +300,7 @@ _LIGHT: dict[str, Part] = {
 # ── from the shards ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _contents(opened: _Opened) -> dict[str, Any]:
+def _contents(opened: contents.Opened) -> dict[str, Any]:
     log, queries, rewards = opened.log, opened.queries, opened.rewards
     config = run_config(log)
     training, bound = config.get("train", {}), math.ceil(config.get("max_staleness", 0))
@@ -356,16 +340,16 @@ def _left_out(log: RunLog, queries: Queries) -> list[str]:
     return notes
 
 
-def _groups(opened: _Opened) -> dict[str, Any]:
+def _groups(opened: contents.Opened) -> dict[str, Any]:
     return {"lists": group_lists(opened.log, opened.queries), "rewards": opened.rewards}
 
 
-def _prompts(opened: _Opened) -> dict[str, Any]:
+def _prompts(opened: contents.Opened) -> dict[str, Any]:
     histories = [prompt_history(opened.queries, name, opened.rewards) for name in VISITS]
     return {"rewards": opened.rewards, "histories": histories}
 
 
-def _trajectory(opened: _Opened, id: str = "", color: str = COLORS[0]) -> dict[str, Any]:
+def _trajectory(opened: contents.Opened, id: str = "", color: str = COLORS[0]) -> dict[str, Any]:
     """An attempt whole; one row per training sequence."""
     log = opened.log
     if failure := find_failure(log, id):
@@ -382,7 +366,7 @@ def _trajectory(opened: _Opened, id: str = "", color: str = COLORS[0]) -> dict[s
     return {"id": id, "colors": COLORS, "sequences": shown}
 
 
-def _trajectories(opened: _Opened, held_out: str = "", **asked: str) -> dict[str, Any]:
+def _trajectories(opened: contents.Opened, held_out: str = "", **asked: str) -> dict[str, Any]:
     if unknown := asked.keys() - {"words", "step", "reward", "status", "length", "environment", "after"}:
         raise InvalidInput(f"there is no filter {', '.join(sorted(unknown))}")
     return search.find(opened.log, held_out=bool(held_out), **asked)
