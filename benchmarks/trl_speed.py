@@ -310,18 +310,32 @@ def show(name: str, numbers: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
+CORES = os.cpu_count() or 1
+Workloads = Annotated[
+    list[str] | None, typer.Option(help=f"of {', '.join([*WORKLOADS, *OTHERS])}; {', '.join(WORKLOADS)} by default")
+]
+Rounds = Annotated[int, typer.Option(min=1, help="runs of each side")]
+Threads = Annotated[int, typer.Option(min=1, help="OMP_NUM_THREADS of every process")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="where to save the numbers")]
+
+
+def _enough(steps: int) -> int:
+    if 0 < steps < SKIPPED + 2:
+        raise typer.BadParameter(f"at least {SKIPPED + 2}: the first {SKIPPED} are not counted")
+    return steps
+
+
+Steps = Annotated[int, typer.Option(min=0, callback=_enough, help="of each run; 0: as many as the workload says")]
+
+
 def main(
-    workload: Annotated[
-        list[str] | None, typer.Option(help=f"of {', '.join([*WORKLOADS, *OTHERS])}; {', '.join(WORKLOADS)} by default")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="runs of each side")] = 3,
-    steps: Annotated[int, typer.Option(min=0, help="steps of each run; 0: as many as the workload says")] = 0,
-    threads: Annotated[int, typer.Option(min=1, help="OMP_NUM_THREADS of every process")] = os.cpu_count() or 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="where to save the numbers")] = None,
+    workload: Workloads = None,
+    rounds: Rounds = 3,
+    steps: Steps = 0,
+    threads: Threads = CORES,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure, print, and save when asked."""
-    if 0 < steps < SKIPPED + 2:
-        raise typer.BadParameter(f"at least {SKIPPED + 2}: the first {SKIPPED} are not counted", param_hint="--steps")
     console = open_console()
     found: dict[str, Any] = {
         "machine": {"cores": os.cpu_count(), "threads": threads, "python": platform.python_version()}

