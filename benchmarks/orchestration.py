@@ -89,7 +89,7 @@ def measure(rounds: int, scratch: Path, *, every: int) -> dict[str, Any]:
         )
     log = RunLog(LocalStore(home / "store"), RUN)
     try:
-        samples, disk = _watched(training, log, home, every=every)
+        samples, disk = _watched(training, log, home, rounds=rounds, every=every)
     finally:
         training.terminate()
         code = training.wait()
@@ -131,16 +131,16 @@ checkpoint_every = 10
 
 
 def _watched(
-    training: subprocess.Popen[bytes], log: RunLog, home: Path, *, every: int
+    training: subprocess.Popen[bytes], log: RunLog, home: Path, *, rounds: int, every: int
 ) -> tuple[list[Sample], dict[int, dict[str, int]]]:
-    """Looks at all processes, and at the disk, until the run is over; the first one when rounds are counted."""
+    """Looks at all processes, and at the disk, from the first counted round to the last; not while the run ends."""
     due = SKIPPED
     samples: list[Sample] = []
     disk: dict[int, dict[str, int]] = {}
     while training.poll() is None:
         time.sleep(0.5)
         reached = log.refresh().step
-        if reached >= due:
+        if due <= reached < rounds:
             samples += _look(training.pid, reached)
             disk[reached] = disk_usage(home)
             due = (reached // every + 1) * every

@@ -157,9 +157,10 @@ def unsearched(claim: Claim) -> Claim:
 
 
 def forget_results() -> None:
-    """Let Prefect forget which task returned what: it keeps a state for each, to draw which task used it."""
+    """Let Prefect forget which task returned what, and from which assets: it keeps both of every task run."""
     if context := FlowRunContext.get():
         context.run_results.clear()
+        context.task_run_assets.clear()
 
 
 def _may_pass(task: Any, task_run: Any, state: Any) -> bool:

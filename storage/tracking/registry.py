@@ -58,6 +58,8 @@ class Registry:
         self.num_entries = 0
         self._is_filling = False
         """True while MLflow has nothing of the run yet: then the log's registrations are of another database."""
+        self._mirrored: tuple[dict[str, str], str] | None = None
+        """Tags and status of the MLflow run after the last `sync`: to read a run takes all its datasets, one a step."""
         self.name = f"MLflow at {without_secrets(tracking_uri)}"
         self.model_name = log.run_id
 
@@ -106,8 +108,8 @@ class Registry:
             raise RegistryUnavailable(f"{file.name} was not taken: {error}") from error
 
     def _replay(self) -> list[Registration]:
-        run = self._client.get_run(self._ensure_run())
-        cursor = int(run.data.tags.get(_CURSOR, "0"))
+        tags, previous = self._mirrored or self._read_run()
+        cursor = int(tags.get(_CURSOR, "0"))
         self._is_filling = cursor == 0
         if cursor == 0:  # logging the same again changes nothing
             from mlflow.entities import Param
@@ -125,21 +127,26 @@ class Registry:
         with self._sparing("aliases and description"):
             model = self._client.get_registered_model(self.model_name)
             self._set_aliases(model.aliases)
-            self._describe(run.data.tags, model.description)
+            tags[NOTE] = self._describe(tags, model.description)
         status = _STATUS[outcome(self._log)]
-        if status == "RUNNING" and run.info.status != status:
+        if status == "RUNNING" and previous != status:
             self._client.update_run(self._run_id, status=status)
-        elif status != run.info.status:
+        elif previous != status:
             if not _is_charted(self._log.state.step):
                 last = next(entry for entry in reversed(self._log.entries) if isinstance(entry.body, Step))
                 self._log_batch({}, metrics=_metrics(last))
             self._client.set_terminated(self._run_id, status, end_time=int(self._log.state.last_at * 1000))
+        self._mirrored = {**tags, _CURSOR: str(self.num_entries)}, status
         # Also those that a session registered which died before it could say so in the log.
         missing = self._log.state.policies.keys() - self._log.state.registrations.keys()
         return [
             Registration(version=version, model_name=self.model_name, registry_version=self._versions[version])
             for version in sorted(missing & self._versions.keys())
         ]
+
+    def _read_run(self) -> tuple[dict[str, str], str]:
+        run = self._client.get_run(self._ensure_run())
+        return dict(run.data.tags), run.info.status
 
     def _send(self, block: Sequence[LogEntry]) -> None:
         """Send some entries, and the cursor last."""
@@ -223,14 +230,14 @@ class Registry:
         self._run_id = str(run.info.run_id)
         return self._run_id
 
-    def _describe(self, tags: dict[str, str], of_model: str | None) -> None:
-        """The run and its registered model in words, which are a tag and a description."""
+    def _describe(self, tags: dict[str, str], of_model: str | None) -> str:
+        """Describe the run, by a tag, and its registered model; returns the text."""
         about = describe_run(self._log, self._config)
-        if tags.get(NOTE) == about:
-            return
-        if of_model in (None, "", tags.get(NOTE)):  # else a user has written something better
-            self._client.update_registered_model(self.model_name, about)
-        self._log_batch({NOTE: about})
+        if tags.get(NOTE) != about:
+            if of_model in (None, "", tags.get(NOTE)):  # else a user has written something better
+                self._client.update_registered_model(self.model_name, about)
+            self._log_batch({NOTE: about})
+        return about
 
     @functools.cached_property
     def _config(self) -> dict[str, Any]:
