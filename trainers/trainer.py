@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -30,8 +29,8 @@ from settings.train import TrainSettings
 from trainers.critic import Critic
 from trainers.data.samples import Samples
 from trainers.data.staleness import staleness_metrics
-from trainers.health import MOST_UNLIKELY, FiniteCheck, GapMeter, NonFinite, rows_to_probe
-from trainers.kept_policy import KeptPolicy
+from trainers.gap_probes import GapProbes, KeptPolicy
+from trainers.health import FiniteCheck, GapMeter, NonFinite
 from trainers.model.batches import Pack, Spread, attention_length, packs_of
 from trainers.model.distributed import choose_device, move, shard, start_process_group, sum_over_ranks
 from trainers.model.experts import ROUTER_TERMS
@@ -44,9 +43,6 @@ from trainers.objective.objective import loss_inputs, needs_entropy_grad, object
 from trainers.optimizer import Ema, clip_gradient, learning_rate, make_optimizer, scale_gradients, zero_gradients
 from trainers.refusals import refuse_options
 from trainers.step_batch import StepBatch, Taken, Update, lag_and_in_time, minibatches, step_batch, step_metrics
-
-_KEPT_ROWS = 4
-"""Rows of a shard that are compared under the kept policy: a few are enough to see an engine with other weights."""
 
 
 class Trainer:
@@ -77,8 +73,6 @@ class Trainer:
         self.kept = KeptPolicy(self.model.parameters(), dtype=getattr(torch, settings.computes_in))
         self.begun: Update | None = None
         """The update of the next step, as far as its parts are in."""
-        self.gap_seconds = 0.0
-        """What the last step spent on the gap beside its own forward passes: probes, and copies of weights."""
         self._reference = None
         if reference is not None:
             alone = {"lora": None, "activation_checkpointing": False, "router_replay": False}
@@ -95,6 +89,7 @@ class Trainer:
         by_work = {"attention_length": attention_length(self.model.causal_lm)} if settings.balance == "flops" else {}
         number, num_teams = dist.get_rank() // size, dist.get_world_size() // size
         self._spread = Spread(rank=number, world_size=num_teams, **by_work, team=team)
+        self.probes = GapProbes(self.kept, self._logprobs, self._sum)
 
     def step(
         self, samples: Samples, *, step: int, base_version: int, max_staleness: float, max_gap: float = math.inf
@@ -232,7 +227,7 @@ class Trainer:
         samples, settings = batch.samples, self._settings
         if not update.checks:
             self.free_gradients()
-        kept = self._measure_kept(update, batch) if update.number == 0 else GapMeter()
+        kept = self.probes.of_kept(update, batch) if update.number == 0 else GapMeter()
         max_tokens = self._config.sampling.max_tokens
         weights_T = batch.weights_T(rows, settings.aggregation, max_tokens=max_tokens, is_part=is_part)
         values = {**batch.values, "weights": weights_T}
@@ -266,7 +261,7 @@ class Trainer:
             update.num_packs += 1
         update.checks.append((finite, samples))
         if update.number == 0:
-            self._measure(update, batch, moving)
+            self.probes.of_unmeasured(update, batch, moving)
             update.meter.join(kept)
 
     def _conclude(
@@ -291,7 +286,7 @@ class Trainer:
         if update.number == 0:
             try:
                 # Before anything else: what an engine reports wrongly makes a loss infinite too.
-                gap = self._gap(update, samples, base_version=base_version, max_gap=max_gap)
+                gap = self.probes.conclude(update, samples, base_version=base_version, max_gap=max_gap)
             except NonFinite:
                 if not bad:  # else its rows are named, below
                     raise
@@ -358,54 +353,10 @@ class Trainer:
         # Each rank has filled in its own rows.
         return Looked(**{f"{name}_T": np.where(samples.mask_T, self._sum(a), 0) for name, a in arrays.items()})
 
-    @torch.no_grad()
-    def _measure(self, update: Update, batch: StepBatch, measured: np.ndarray) -> None:
-        """Compare with the engine what has no gradient to be compared in passing, before the first update.
-
-        A shard that the meter has no row of gets one here, and every row with a token that its engine finds very
-        unlikely: what is wrong must show before the first update."""
-        started, samples = time.perf_counter(), batch.samples
-        if len(samples.shards_B):
-            self._probe(batch, np.isin(np.arange(samples.num_rows), measured), update.meter, weights="gap_weights")
-        update.gap_seconds += time.perf_counter() - started
-
-    @torch.no_grad()
-    def _measure_kept(self, update: Update, batch: StepBatch) -> GapMeter:
-        """A few rows of each shard of which only an earlier policy's tokens can be compared, under that policy, if it
-        is the kept one. Before there are gradients: the policy's own weights stand aside meanwhile."""
-        started, meter, nothing_B = time.perf_counter(), GapMeter(), np.zeros(batch.samples.num_rows, bool)
-        if len(batch.samples.shards_B) and batch.values["kept_gap_weights"].any():
-            with self.kept.in_place():
-                self._probe(batch, nothing_B, meter, weights="kept_gap_weights", per_shard=_KEPT_ROWS)
-        update.gap_seconds += time.perf_counter() - started
-        return meter
-
-    @torch.no_grad()
-    def _gap(self, update: Update, samples: Samples, *, base_version: int, max_gap: float) -> dict[str, float]:
-        """The gap to the engine, before the first update. The base policy is kept, to compare later shards with, in the
-        place of the earlier one when a shard of that one is met."""
-        started = time.perf_counter()
-        gap = update.meter.result(self._sum, num_shards=max(1, len(samples.shard_ids)))
-        gap.check(samples.shard_ids or ["these samples"], max_gap=max_gap)
-        if self.kept.is_due(samples.versions_T[samples.mask_T], base_version=base_version):
-            self.kept.keep(base_version)
-        self.gap_seconds = update.gap_seconds + time.perf_counter() - started
-        return gap.metrics()
-
-    def _probe(
-        self, batch: StepBatch, measured_B: np.ndarray, meter: GapMeter, *, weights: str, per_shard: int = 1
-    ) -> None:
-        """Measure the gap of shards without a measured row, on their first rows with a token of `weights`."""
-        samples = batch.samples
-        counted_B = np.maximum.reduceat(batch.values[weights], samples.offsets[:-1]) > 0
-        rows = rows_to_probe(samples.shards_B, counted_B, measured_B, per_shard=per_shard)
-        if weights == "gap_weights":
-            odd_B = np.minimum.reduceat(np.where(samples.mask_T, samples.logprobs_T, 0), samples.offsets[:-1])
-            rows = np.union1d(rows, np.flatnonzero((odd_B < -MOST_UNLIKELY) & ~measured_B))
-        for pack in self._packs(samples, rows, mask_T=batch.trained_T, values=batch.values):
-            logprobs, _ = self._forward(self.model, pack)
-            if not pack.is_idle:
-                meter.add(logprobs, *pack.gap_values(weights))
+    def _logprobs(self, batch: StepBatch, rows: np.ndarray) -> Iterator[tuple[Pack, torch.Tensor]]:
+        """Packs of some rows, each with the log-probability of every token."""
+        for pack in self._packs(batch.samples, rows, mask_T=batch.trained_T, values=batch.values):
+            yield pack, self._forward(self.model, pack)[0]
 
     def _forward(
         self, model: PolicyModel, pack: Pack, *, entropy_grad: bool = False

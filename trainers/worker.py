@@ -199,7 +199,7 @@ class TrainerWorker:
         except Exception as error:
             self._broken_off = failure_text(error)
             raise
-        cost = {} if samples is None else {"engine_gap_seconds": self._trainer.trainer.gap_seconds}
+        cost = {} if samples is None else {"engine_gap_seconds": self._trainer.trainer.probes.seconds}
         return {**metrics, **cost, **begun}, load_seconds
 
     def _commit(

@@ -305,6 +305,6 @@ def test_one_step_behind_the_gap_is_measured_under_the_policy_that_sampled_and_t
     assert (measured[-1]["engine_gap"] > SUSPICIOUS_GAPS["float32"]) == bool(wrong_by)
     expected = sum(len(row.reply) for shard in (0, 1) for row in [r for r in rows if r.group % 2 == shard][:4])
     assert measured[-1]["engine_gap_tokens"] == expected
-    monkeypatch.setattr("trainers.kept_policy.KeptPolicy.is_due", lambda *_, **__: False)
+    monkeypatch.setattr("trainers.gap_probes.KeptPolicy.is_due", lambda *_, **__: False)
     unwatched, _ = run()
     assert all(torch.equal(tensor, everything(unwatched)[name]) for name, tensor in everything(trainer).items())
