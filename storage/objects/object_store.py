@@ -257,10 +257,11 @@ def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy:
 
     def full(free: int) -> StoreFull:
         room = remedy or f"Make room with `{command('gc')}`, or choose another `store`"
+        needed = f"{size(num_bytes)} to write" if num_bytes else "more to write"
         reserved = f" and {size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
         lower = f", or set {MIN_FREE_VARIABLE} (gigabytes) lower" if reserve else ""
         return StoreFull(
-            f"{what} is full: {size(free)} free, {size(num_bytes)} to write{reserved}. "
+            f"{what} is full: {size(free)} free, {needed}{reserved}. "
             f"{room}{lower}. "
             "Nothing that was committed is lost: the same command continues"
         )

@@ -22,12 +22,12 @@ BEGUN_STEPS = 2
 
 def main(folder: Path, place: str, left: int, command: list[str]) -> None:
     disk, filler = folder / place, folder / place / "filler"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(disk)], check=True)
+    mount(disk)
     first = _start(command, folder / "first.txt")
     policies = folder / "store/runs/scripted/policies"
     while first.poll() is None and (not policies.exists() or len(list(policies.iterdir())) < BEGUN_STEPS):
         time.sleep(0.05)
-    _fill(filler, left)
+    fill(filler, left)
     first.wait(300)
     filler.unlink()
     second = _start(command, folder / "second.txt")
@@ -42,13 +42,18 @@ def _start(command: list[str], output: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=file, stderr=file)
 
 
-def _fill(filler: Path, left: int) -> None:
+def mount(folder: Path) -> None:
+    """Put a disk of `SIZE` bytes in the place of an empty folder."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)], check=True)
+
+
+def fill(filler: Path, left: int) -> None:
     """Take what is free but `left` bytes, while others write too."""
     with open(filler, "wb", buffering=0) as file:
         while (free := shutil.disk_usage(filler.parent).free - left) > 0:
             try:
                 file.write(bytes(min(free, 2**20)))
-            except OSError:  # somebody else was faster
+            except OSError:  # the run was faster
                 return
 
 

@@ -1,9 +1,10 @@
-"""A disk that fills while a run trains: one sentence with the place, a status of its own, and the run goes on later."""
+"""A disk that fills, while a run trains or one part of it writes: one sentence with the place, and it goes on later."""
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,30 @@ PLACES = ("store", "state", "tmp")
 
 def _can_mount() -> bool:
     return shutil.which("unshare") is not None and not subprocess.run([*_PRIVATE, "true"], check=False).returncode
+
+
+@pytest.mark.skipif(not _can_mount(), reason="this kernel gives no user namespaces")
+@pytest.mark.parametrize("left", [0, 3_000_000])
+def test_each_part_that_writes_names_the_full_disk_leaves_nothing_half_and_writes_again(
+    tmp_path: Path, left: int
+) -> None:
+    done = subprocess.run(
+        [*_PRIVATE, sys.executable, "-m", "tests.flows.filled_parts", str(tmp_path), str(left)],
+        env={**os.environ, "MILLRACE_MIN_FREE_GB": "0"},
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert not done.returncode, done.stderr
+    rows = json.loads(done.stdout)
+    assert list(rows) == ["committing", "publishing", "staging", "indexing"]
+    free = f"is full: {'3.0 MB' if left else '0 B'} free, "
+    for name, row in rows.items():
+        assert str(tmp_path / "disk") in row["sentence"] and free in row["sentence"], (name, row)
+        assert "the same command continues" in row["sentence"], (name, row)
+        assert not row["is_half_there"], name
+        assert row["is_there"] == (name != "staging"), name
 
 
 @pytest.mark.slow
