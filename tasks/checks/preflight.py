@@ -162,6 +162,8 @@ def check_sandbox(config: RunConfig) -> None:
 
 def load_workflow(config: RunConfig) -> Workflow:
     """The run's workflow, with its data. Raises `InvalidInput` unless it can be made and has its methods."""
+    if not config.workflow:
+        raise InvalidInput("workflow = '' names nothing; write package.module:Name or path/to/file.py:Name")
     with errors_of_users(f"workflow = {config.workflow!r}"):
         workflow_class = load_object(config.workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
