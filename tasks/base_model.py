@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
 from collections.abc import AsyncIterator
@@ -29,6 +30,8 @@ from trainers.model.fetch import GGUF, fetch_model
 logger = logging.getLogger("millrace.base_model")
 
 _SECONDS_BETWEEN_LINES = 10.0
+_MOST_WAITS = 3
+"""The second line comes after twice the time, and all from the third on after three times."""
 
 
 @task(name="base-model", retries=1, persist_result=False)
@@ -72,8 +75,8 @@ async def _progress_of(log_file: Path) -> AsyncIterator[None]:
                 logger.info("%s", said)
 
     async def say_again_and_again() -> None:
-        while True:
-            await asyncio.sleep(_SECONDS_BETWEEN_LINES)
+        for line in itertools.count(1):
+            await asyncio.sleep(min(line, _MOST_WAITS) * _SECONDS_BETWEEN_LINES)
             say()
 
     saying = asyncio.create_task(say_again_and_again())

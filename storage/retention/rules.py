@@ -192,13 +192,13 @@ def make_rules(*, keep_last: int, keep_every: int, older_than: str, max_size: st
     return Rules(
         keep_last=keep_last,
         keep_every=keep_every,
-        older_than_seconds=_number(older_than, _SECONDS, example="30d") if older_than else 0.0,
-        max_bytes=int(_number(max_size, _BYTES, example="50GB")) if max_size else None,
+        older_than_seconds=_number("older_than", older_than, _SECONDS, example="30d") if older_than else 0.0,
+        max_bytes=int(_number("max_size", max_size, _BYTES, example="50GB")) if max_size else None,
     )
 
 
-def _number(text: str, units: dict[str, float], *, example: str) -> float:
+def _number(name: str, text: str, units: dict[str, float], *, example: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     if match is None or match[2] not in units:
-        raise InvalidInput(f"{text!r}: write a number and a unit, for example {example}; units: {', '.join(units)}")
+        raise InvalidInput(f"{name} = {text!r}: write a number and a unit, for example {example}; units: {', '.join(units)}")
     return float(match[1]) * units[match[2]]
