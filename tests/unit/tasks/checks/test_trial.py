@@ -411,6 +411,11 @@ def test_a_learning_rate_that_is_unusual_for_the_model_is_a_warning_of_every_sta
         ({"batch_size": 7}, "batch_size = 7 prompts, but split 'train' has 3 tasks, .* up to 3 times: .* at most 3"),
         ({"tracking": "http://127.0.0.1:9"}, "tracking = 'http://127.0.0.1:9': no server answers"),
         ({"tracking": "nonsense://x"}, "tracking = 'nonsense://x': MLflow knows no nonsense://"),
+        (
+            {"tracking": "mlruns"},
+            "tracking = 'mlruns': MLflow writes into no folder any more; use a file, sqlite:///mlr",
+        ),
+        ({"tracking": "file:///x/y"}, "tracking = 'file:///x/y': .* use a file, sqlite:////x/y/mlflow.db, or http"),
         ({"tracking": "http://[::1"}, r"tracking = 'http://\[::1' is no address: Invalid IPv6 URL"),
         (
             {"tracking": "postgresql://h:99999/x"},
