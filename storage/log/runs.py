@@ -270,7 +270,7 @@ def own_evaluations(state: RunState, settings: dict[str, Any]) -> list[Evaluatio
 
     `settings` are the run's `evaluation`.
     """
-    return [each for each in state.evaluations_of(settings.get("split", "test")) if _is_asked_by(each, settings)]
+    return [each for each in state.evaluations_of(settings.get("split", "test")) if is_asked_by(each, settings)]
 
 
 def own_scores(log: RunLog, config: dict[str, Any]) -> list[Evaluation]:
@@ -287,7 +287,7 @@ def scores_of(state: RunState, settings: dict[str, Any], split: str) -> list[Eva
     `settings` are the run's `evaluation`.
     """
     scores = [each for each in state.evaluations_of(split) if not each.failed]
-    own = [each for each in scores if _is_asked_by(each, settings)]
+    own = [each for each in scores if is_asked_by(each, settings)]
     alike = own or [each for each in scores if _how_asked(each) == _how_asked(scores[-1])]
     return sorted(alike, key=lambda evaluation: evaluation.version)
 
@@ -298,7 +298,7 @@ def scores_by_split(state: RunState, settings: dict[str, Any]) -> dict[str, list
     return {split: scores for split in splits if (scores := scores_of(state, settings, split))}
 
 
-def _is_asked_by(evaluation: Evaluation, settings: dict[str, Any]) -> bool:
+def is_asked_by(evaluation: Evaluation, settings: dict[str, Any]) -> bool:
     """True for as many problems, attempts and the temperature as these settings ask, as far as the log says."""
     most = settings.get("num_tasks", evaluation.num_tasks)
     num_tasks = evaluation.num_tasks if evaluation.tasks is None else evaluation.tasks.count
