@@ -11,7 +11,6 @@ import functools
 import logging
 import re
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 from settings.errors import missing_package
@@ -50,7 +49,7 @@ BY_HAND = "eval-by-hand"
 """Where those are that a user has asked otherwise on the run's own split: they would be the run's newest score."""
 
 
-def charted(entry: LogEntry, settings: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+def charted(entry: LogEntry, settings: dict[str, Any]) -> tuple[int, dict[str, float]]:
     """The step at which MLflow charts an entry, and its metrics: `loss` is `train/loss`, `system/…` is itself.
 
     `settings` are the run's `evaluation`.

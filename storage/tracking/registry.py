@@ -13,7 +13,7 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -366,7 +366,7 @@ def _has_point(entry: LogEntry) -> bool:
     return not isinstance(entry.body, Step) or _is_charted(entry.body.claim.step)
 
 
-def _metrics(entry: LogEntry, settings: Mapping[str, Any]) -> list[Any]:
+def _metrics(entry: LogEntry, settings: dict[str, Any]) -> list[Any]:
     from mlflow.entities import Metric
 
     number, values = charted(entry, settings)
