@@ -16,7 +16,7 @@ from cli.operate.status import run_status
 from settings.places.state_folder import store_uri
 from storage.log.entries import Evaluation, Step
 from storage.log.run_log import RunLog
-from storage.log.runs import open_run
+from storage.log.runs import open_run, own_scores, run_config
 from storage.objects.opening import open_store
 
 TOOL_CALLS = "tool_calls_per_attempt"
@@ -26,7 +26,8 @@ def curve(log: RunLog) -> dict[str, Any]:
     """Reward and tool calls per step and held-out score per version, with seconds since the run's first entry."""
     start = log.entries[0].written_at
     steps = [(e, e.body) for e in log.entries if isinstance(e.body, Step) and "reward" in e.body.metrics]
-    scores = [(entry, entry.body) for entry in log.entries if isinstance(entry.body, Evaluation)]
+    own = own_scores(log, run_config(log))
+    scores = [(entry, entry.body) for entry in log.entries if isinstance(entry.body, Evaluation) and entry.body in own]
     return {
         "status": {key: value for key, value in run_status(log).items() if key not in ("store", "policy")},
         "reward": [[body.claim.step, body.metrics["reward"], entry.written_at - start] for entry, body in steps],

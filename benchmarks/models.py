@@ -12,6 +12,7 @@ table of it. On a CPU, in float32, one thread.
     served   tokens of vLLM, of the base, the trained policy and the merged adapters, each after a reload:
              mean |trainer − engine|, in nats
     slot     the same of the base and of the adapters in vLLM's own slot
+    replay   the trainer's routers take experts that are given to them: what `train.router_replay` needs of a model
 
 Each proof runs in a process of its own, forked from one that has imported everything: it cannot spoil the next, and
 what ends it, or takes too long, is in the row with its reason, like an error.
@@ -60,6 +61,8 @@ Made by `python -m benchmarks.models` out of [models.json](models.json), which s
 * **served**: mean difference of a sampled token's log-probability between vLLM and the trainer (nats), of the base, of
   the trained policy and of the merged adapters, each after a reload; at most 1e-4, or the row says no
 * **adapters served**: the same of the base and of the adapters, in vLLM's own adapter slot
+* **router replay**: the trainer's routers take experts that are given to them, tried on a few tokens; that vLLM records
+  those it chose is shown for the models of [router_replay.json](router_replay.json) alone
 
 "no" is followed by what was raised: by the trainer before anything was trained, or by vLLM. Its CPU build computes
 gated delta rules (Qwen3-Next, Qwen3.5) in bfloat16 alone, has no Mamba of the first kind, and cannot hold adapters in a
@@ -73,6 +76,7 @@ _COLUMNS = {
     "adapters": "adapters",
     "served": "served",
     "slot": "adapters served",
+    "replay": "router replay",
 }
 
 
@@ -80,6 +84,7 @@ def main(
     model_types: Annotated[list[str], typer.Argument()],
     json_file: Annotated[Path, typer.Option("--json")] = _JSON,
     without: Annotated[list[str] | None, typer.Option(help="A proof to leave out, such as slot.")] = None,
+    only: Annotated[str, typer.Option(help="The one proof to run, packed or replay; the rest of the rows stays.")] = "",
 ) -> None:
     """Prove, and write both files."""
     # What is added up in which order must not depend on how busy the machine is; vLLM compiles nothing here.
@@ -88,8 +93,10 @@ def main(
     multiprocessing.set_forkserver_preload(_IMPORTED)
     for model_type in model_types:
         with tempfile.TemporaryDirectory() as scratch:
-            row = _row(model_type, Path(scratch), without=without or ())
+            left_out = [name for name in _COLUMNS if name != only] if only else without or ()
+            row = _row(model_type, Path(scratch), without=left_out)
         rows = json.loads(json_file.read_text()) if json_file.exists() else {}
+        row = {**row, **rows.get(model_type, {}), only: row[only]} if only else row
         rows = dict(sorted({**rows, model_type: row}.items()))
         json_file.write_text(json.dumps(rows, indent=1) + "\n")
         json_file.with_suffix(".md").write_text(page(rows))
@@ -124,6 +131,7 @@ def _row(model_type: str, scratch: Path, *, without: Sequence[str]) -> dict[str,
         "adapters": functools.partial(_trained, base, adapter, merged, lora={"rank": _RANK, "alpha": _ALPHA}),
         "served": functools.partial(_served, base, [policy, merged]),
         "slot": functools.partial(_slot, base, adapter),
+        "replay": functools.partial(_replay, model_type, base),
     }
     for name, proof in proofs.items():
         if name in without:
@@ -182,6 +190,20 @@ def _packed(model_type: str, base: Path) -> str:
     worst = [max(pair) for pair in zip(*gaps, strict=True)]
     assert max(worst) < 1e-5, f"a pack is {worst} off"
     return f"{worst[0]:.0e}, {worst[1]:.0e}"
+
+
+def _replay(model_type: str, base: Path) -> str:
+    from tests.architectures import tiny_config, tiny_folder
+    from trainers.model.kinds import replay_refusal
+    from trainers.model.model import load_model
+
+    if not base.exists():
+        tiny_folder(base, tiny_config(model_type))
+    model = load_model(base)
+    if not model.routers.number and "no experts" in replay_refusal(json.loads((base / "config.json").read_text())):
+        return "no experts"
+    model.routers.replay(model.causal_lm)
+    return "yes"
 
 
 def _trained(base: Path, policy: Path, whole: Path, **settings: Any) -> str:

@@ -311,7 +311,7 @@ class Cluster:
         import ray
 
         self._watch.check()
-        log_file = self._log_folder / f"{log_name}.log"
+        log_file = self.log_file(log_name)
         actor_class = ray.remote(Host).options(max_concurrency=100, **options)
         actor = actor_class.remote(path, str(log_file), self._environment)
         return Hosted(name, actor, log_file, placement, watch=self._watch)
@@ -326,13 +326,17 @@ class Cluster:
         """GPUs for each engine: several, one, an even share of one, or none."""
         return self.gpus_per_worker * self._gpus_per_engine
 
+    def log_file(self, name: str) -> Path:
+        """Of a process, on the machine that it runs on."""
+        return self._log_folder / f"{name}.log"
+
     async def run(self, name: str, path: str, **arguments: Any) -> Any:
         """Run one function (`package.module:function`) in a process of its own; raises as `Hosted.call`."""
         import ray
         from ray.exceptions import WorkerCrashedError
 
         self._watch.check()
-        log_file = str(self._log_folder / f"{name}.log")
+        log_file = str(self.log_file(name))
         # One call is all: an idle process would keep what it has imported.
         remote = ray.remote(max_calls=1)(run_function).options(num_cpus=1, max_retries=0)
         try:

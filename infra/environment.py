@@ -142,6 +142,7 @@ def prepare_environment(run_folder: Path | None = None) -> Path:
         # Of the server beside a run, whose errors reach the run as they reach every client. `millrace up` logs more.
         "PREFECT_LOGGING_SERVER_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "millrace",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",  # a command without a flow run has its terminal
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; a flow run without heartbeats is marked Crashed
         # The server writes the states of task runs once a second instead of one by one: a transaction costs more than
         # its content.

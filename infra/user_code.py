@@ -42,8 +42,9 @@ def load_object(path: str) -> Any:
     missing, or the code does not parse or ends the process; other errors of the code rise.
     """
     module_path, _, name = MOVED.get(path, path).rpartition(":")
-    is_file = module_path.endswith(".py")
-    if not module_path or not name or (module_path.startswith(".") and not is_file):
+    is_file = module_path.endswith(".py") and ":" not in module_path
+    is_module = not (":" in module_path or module_path.startswith(".") or Path(module_path).is_file())
+    if not module_path or not name or not (is_file or is_module):
         raise InvalidInput(f"{path!r} is not an import path; write package.module:Name or path/to/file.py:Name")
     try:
         module = _load_file(Path(module_path)) if is_file else _load_module(module_path)

@@ -217,9 +217,14 @@ def _read(path: Path) -> dict[str, Any]:
             raise ConfigError(f"run file {path} is a folder; name a file in it, such as {path / 'my.toml'}")
         data = path.read_bytes()
     try:
-        document = tomllib.loads(data.decode())
+        document = tomllib.loads(data.decode("utf-8-sig"))  # editors of Windows begin with a byte-order mark
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from None
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        about = f'; name Python in a run file: workflow = "{path.name}:MyClass"' if path.suffix == ".py" else ""
+        raise ConfigError(f"{path} is not valid TOML: {error}{about}") from None
     return absolute_paths(document, path.absolute().parent)
 
 
@@ -371,7 +376,8 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         if kinds := [repr(known.kind) for known in keys(RunConfig) if known.name == key]:
             return f"{key}: no such key here; it is for {key.rpartition('.')[0]}.kind = {' or '.join(kinds)}"
-        close = nearest(key, RunConfig)
+        of_others = problem["input"] if isinstance(problem["input"], dict) else {}  # `actor.optim.lr` of verl
+        close = nearest(key, RunConfig) if not of_others else _nearest_leaf(key, of_others)
         there = f"there are: {', '.join(model.model_fields)}"
         return f"{key}: no such key; " + (f"did you mean {close!r}?" if close else there)
     if problem["type"] == "missing":
@@ -384,6 +390,12 @@ def _explain(problem: Any) -> str:
         return f"{key} = {problem['input']!r} is no table: write its keys below [{key}]"
     message = problem["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
     return f"{key} = {problem['input']!r}: {message}" if key else message
+
+
+def _nearest_leaf(key: str, table: dict[str, Any]) -> str:
+    """The key meant by the first setting of an unknown table that means any; else by the table's own name."""
+    meant = (nearest(name, RunConfig) for name, _ in leaves(table, key))
+    return next(filter(None, meant), "") or nearest(key, RunConfig)
 
 
 def _locate(location: Sequence[str | int]) -> tuple[str, Any]:

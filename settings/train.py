@@ -173,7 +173,8 @@ class TrainSettings(Block):
         if not isinstance(values, dict):
             return values
         kl = values.get("kl")
-        if isinstance(kl, dict) and kl and "coefficient" not in kl and not values.get("reference"):
+        has_only_keys = isinstance(kl, dict) and kl.keys() <= KlSettings.model_fields.keys()
+        if kl and has_only_keys and "coefficient" not in kl and not values.get("reference"):
             raise ValueError("train.kl without a coefficient and without a train.reference does nothing; set both")
         blocks = {name: {"kind": values[name]} for name in ("advantage", "loss") if isinstance(values.get(name), str)}
         filled = with_preset({**values, **blocks})

@@ -6,7 +6,11 @@ In: a session and the model settings. Out: the base policy, in the store and in 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
+import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from prefect import task
@@ -25,6 +29,10 @@ from trainers.model.fetch import GGUF, fetch_model
 
 logger = logging.getLogger("millrace.base_model")
 
+_SECONDS_BETWEEN_LINES = 10.0
+_MOST_WAITS = 3
+"""The second line comes after twice the time, and all from the third on after three times."""
+
 
 @task(name="base-model", retries=1, persist_result=False)
 async def provide_base_model(session: RunSession, *, config: RunConfig) -> Policy:
@@ -42,14 +50,41 @@ async def _base_model(session: RunSession, config: RunConfig) -> Policy:
     else:
         what = f"a tiny one from {config.workflow}'s demonstrations, unless the store has it"
         logger.info("no model given: making %s (about a minute)", what)
-        key = await session.fleet.cluster.run(
-            "warmup", "tasks.base_model:make_model", store=log.store.uri, config=config
-        )
+        async with _progress_of(session.fleet.cluster.log_file("warmup")):
+            key = await session.fleet.cluster.run(
+                "warmup", "tasks.base_model:make_model", store=log.store.uri, config=config
+            )
     digest = verify_folder(log.store.fetch_folder(key, cache_folder()))
     teacher = await asyncio.to_thread(store_model, reference, log.store) if reference else ""
     policy = Policy(version=0, path=key, weights_sha256=digest, parent=None, reference=teacher)
     log.append(policy)
     return policy
+
+
+@contextlib.asynccontextmanager
+async def _progress_of(log_file: Path) -> AsyncIterator[None]:
+    """Pass on how far the process has come that makes the model, which is in its log: now and then, and at the end."""
+    begin, said = log_file.stat().st_size if log_file.exists() else 0, ""
+
+    def say() -> None:
+        nonlocal said
+        if log_file.exists():
+            lines = re.findall(r"base model: .*", log_file.read_bytes()[begin:].decode(errors="replace"))
+            if lines and lines[-1] != said:
+                said = lines[-1]
+                logger.info("%s", said)
+
+    async def say_again_and_again() -> None:
+        for line in itertools.count(1):
+            await asyncio.sleep(min(line, _MOST_WAITS) * _SECONDS_BETWEEN_LINES)
+            say()
+
+    saying = asyncio.create_task(say_again_and_again())
+    try:
+        yield
+        say()
+    finally:
+        saying.cancel()
 
 
 @task(name="reference-model", retries=1, persist_result=False)

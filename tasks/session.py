@@ -53,7 +53,7 @@ from tasks.prefect.outages import prefect_answers, say_outages_once
 from tasks.prefect.own_flow_run import cancellable, is_stop
 from tasks.prefect.run_logs import Progress, log_to_prefect
 from tasks.prefect.run_page import RunPage
-from tasks.prefect.task_runs import expect_task_runs
+from tasks.prefect.task_runs import cut_off_is_cancelled, expect_task_runs
 from tasks.trainer import TrainerHandle
 
 logger = logging.getLogger("millrace.session")
@@ -169,6 +169,7 @@ async def in_flow_run(opening: contextlib.AbstractAsyncContextManager[RunSession
     """The session of a flow run: the one that a command has opened, and begun to work with, or else `opening`'s."""
     opened = OPENED.get()
     log_to_prefect()
+    cut_off_is_cancelled()
     own = opening if opened is None else contextlib.nullcontext(opened)
     async with own as session, cancellable(), session.ending():
         try:

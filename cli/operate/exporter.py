@@ -38,7 +38,7 @@ _GAUGES = {
     "phase_seconds": "Wall-clock of the last round by phase; all but `round` and `rollout` add up to it.",
     "step_metric": "Metrics of the last step, docs/metrics.md.",
     "suspicious_gap": "Of the metric `engine_gap`: where the run warns, which depends on its `train.dtype`.",
-    "score": "Newest held-out score by split.",
+    "score": "Held-out score of the newest policy that was asked as the run asks, by split.",
     "score_tasks": "Tasks that it is the mean over.",
     "champion_version": "Policy with the alias champion.",
     "last_entry_timestamp_seconds": "When the log grew last.",
@@ -86,7 +86,7 @@ class RunCollector:
 
         self._runs = RunLogs(store)
         self._damaged: dict[str, str] = {}
-        self._gaps: WeakKeyDictionary[RunLog, float] = WeakKeyDictionary()
+        self._configs: WeakKeyDictionary[RunLog, dict[str, Any]] = WeakKeyDictionary()
         self._asking = threading.Lock()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -98,7 +98,7 @@ class RunCollector:
             for name, text in _GAUGES.items()
         }
         with self._asking:
-            values, damaged = self._runs.look(lambda log: [*_values(log), ("suspicious_gap", self._gap(log))])
+            values, damaged = self._runs.look(lambda log: [*_values(log, self._config(log))])
             for run, reason in damaged.items():
                 values[run] = [("damaged", 1.0)]
                 if self._damaged.get(run) != reason:
@@ -109,24 +109,25 @@ class RunCollector:
                 families[name].add_metric([run, *labels], value)
         yield from families.values()
 
-    def _gap(self, log: RunLog) -> float:
+    def _config(self, log: RunLog) -> dict[str, Any]:
         """Read once, as a run's configuration is frozen."""
-        from settings.train import SUSPICIOUS_GAPS
         from storage.log.runs import run_config
 
-        if log not in self._gaps:
-            self._gaps[log] = SUSPICIOUS_GAPS[run_config(log).get("train", {}).get("dtype", "float32")]
-        return self._gaps[log]
+        if log not in self._configs:
+            self._configs[log] = run_config(log)
+        return self._configs[log]
 
 
-def _values(log: RunLog) -> Iterator[tuple[Any, ...]]:
+def _values(log: RunLog, config: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     """Name, value, and the label if it has one."""
+    from settings.train import SUSPICIOUS_GAPS
     from storage.log.entries import Step
     from storage.log.promotion import CHAMPION
-    from storage.log.runs import is_training
+    from storage.log.runs import is_training, scores_by_split
 
     state = log.state
     yield "damaged", 0.0
+    yield "suspicious_gap", SUSPICIOUS_GAPS[config.get("train", {}).get("dtype", "float32")]
     yield "training", float(is_training(log))
     yield "steps", state.step
     yield "trajectories", state.num_trajectories
@@ -137,9 +138,9 @@ def _values(log: RunLog) -> Iterator[tuple[Any, ...]]:
     yield "quarantined_shards", counts.pop("quarantined")
     for outcome, count in counts.items():
         yield "groups", count, outcome
-    for evaluation in {e.split: e for e in sorted(state.evaluations, key=lambda e: e.version) if not e.failed}.values():
-        yield "score", evaluation.score, evaluation.split
-        yield "score_tasks", evaluation.num_tasks, evaluation.split
+    for split, scores in scores_by_split(state, config.get("evaluation", {})).items():
+        yield "score", scores[-1].score, split
+        yield "score_tasks", scores[-1].num_tasks, split
     if CHAMPION in state.aliases:
         yield "champion_version", state.aliases[CHAMPION].version
     for name, value in (state.steps[-1].metrics if state.steps else {}).items():

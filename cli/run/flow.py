@@ -115,6 +115,11 @@ def _choose_prefect() -> None:
     from prefect.settings import PREFECT_API_URL
 
     if url := PREFECT_API_URL.value():
+        if not url.startswith(("http://", "https://")):
+            raise ServiceFailed(
+                f"PREFECT_API_URL = {without_secrets(url)!r} is no address: write http://HOST:PORT/api, or unset it "
+                "and go without its pages"
+            )
         try:
             httpx.get(f"{url}/health", timeout=SECONDS_TO_ANSWER)
         except httpx.TransportError as error:

@@ -5,9 +5,7 @@ In: a run's log. Out: lines on the terminal.
 
 from __future__ import annotations
 
-import re
 import threading
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,7 +14,6 @@ from rich.status import Status
 from cli.operate.rounds import LEGEND, rounds_table
 from cli.terminal.formatting import held_out
 from settings.errors import counted
-from settings.places.state_folder import home
 from storage.log.entries import Evaluation, LogEntry, Policy, Session, Step
 from storage.log.run_log import RunLog
 from storage.log.runs import own_scores, run_config
@@ -31,7 +28,6 @@ class Follower:
         self._steps = steps
         self._console = console
         self._status = Status("starting", console=console, refresh_per_second=4)
-        self._warmup_log = home() / "logs" / log.run_id / "warmup.log"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
         self._config = run_config(log)
@@ -68,7 +64,7 @@ class Follower:
     def _stage(self) -> str:
         state = self._log.state
         if state.live is None:
-            return _last_stage(self._warmup_log) or "preparing the base model"
+            return "preparing the base model"
         if state.step >= self._steps:
             return "finishing: last evaluation, MLflow, Prefect history"
         return f"step {state.step + 1} of {self._steps}: {counted(state.pending_accepted, 'group')} ready"
@@ -99,9 +95,3 @@ class Follower:
     def _over_how_many(self) -> str:
         prompts, attempts = self._config.get("batch_size"), self._config.get("n_samples")
         return f"reward: mean of a step's {prompts} × {attempts} attempts; held-out: the newest score by then"
-
-
-def _last_stage(file: Path) -> str:
-    """The end of the last line of the warm-up's log about the base model; empty without one."""
-    stages = re.findall("base model.*", file.read_text(errors="replace")) if file.exists() else []
-    return stages[-1] if stages else ""

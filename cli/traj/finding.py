@@ -133,7 +133,8 @@ def split_id(trajectory_id: str) -> tuple[str, int]:
     """Group and attempt of a trajectory id, `GROUP/ATTEMPT`. Raises `ValueError` for anything else."""
     group, _, attempt = trajectory_id.rpartition("/")
     if not group or not attempt.isdecimal():
-        raise InvalidInput(f"{trajectory_id!r} is no trajectory id: write GROUP/ATTEMPT; take one from `traj ls`")
+        ids = command("traj", "ls", "RUN")
+        raise InvalidInput(f"{trajectory_id!r} is no trajectory id: write GROUP/ATTEMPT; `{ids}` lists them")
     return group, int(attempt)
 
 

@@ -230,9 +230,9 @@ function connect(graph, edges) {
 }
 
 function promotion(run, found, again) {
-  if (found.champion === found.version) return h("span", { class: "state finished" }, "this is the champion");
-  if (found.problems.length) return h("details", {}, h("summary", {}, `not to be promoted: ${counted(found.problems.length, "reason")}`), h("ul", {}, found.problems.map(problem => h("li", {}, visible(problem)))));
   const said = h("output");
+  if (found.champion === found.version) return [h("span", { class: "state finished" }, "this is the champion"), said];
+  if (found.problems.length) return h("details", {}, h("summary", {}, `not to be promoted: ${counted(found.problems.length, "reason")}`), h("ul", {}, found.problems.map(problem => h("li", {}, visible(problem)))));
   const button = h("button", { type: "button", class: "button", onclick: async () => {
     if (!confirm(`Make policy ${found.version} of run ${run} the champion${found.champion === null ? "" : ` in place of policy ${found.champion}`}?`)) return;
     button.disabled = true;

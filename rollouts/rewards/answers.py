@@ -124,6 +124,7 @@ def gsm8k(reply: str, answer: str) -> float:
     >>> gsm8k("I cannot tell.", "18")
     0.0
     """
+    _check_texts(reply=reply, answer=answer)
     final, expected = final_answer(reply), final_answer(answer)
     if expected is None:
         raise InvalidInput(f"the reference answer {answer!r} holds no final answer")
@@ -145,6 +146,7 @@ def exact(reply: str, answer: str) -> float:
     >>> exact("paris", "Paris")
     0.0
     """
+    _check_texts(reply=reply, answer=answer)
     if not answer.strip():
         raise InvalidInput("the task has no answer to compare with")
     return float(reply.strip() == answer.strip())
@@ -165,6 +167,7 @@ def math_answer(reply: str, answer: str) -> float:
     >>> math_answer(r"So $x = \boxed{\frac{2}{4}}$.", "1/2"), math_answer("I cannot tell.", "1/2")
     (1.0, 0.0)
     """
+    _check_texts(reply=reply, answer=answer)
     import logging
     from itertools import product
 
@@ -212,9 +215,17 @@ def matches(reply: str, pattern: str) -> float:
     >>> matches("<think>Hm.</think>42", r"^<think>.*</think>\s*\d+$"), matches("42", r"^<think>")
     (1.0, 0.0)
     """
+    _check_texts(reply=reply, pattern=pattern)
     if not pattern:
         raise InvalidInput("the pattern is empty, and every reply has a match of it")
     return float(re.search(pattern, reply, re.DOTALL) is not None)
+
+
+def _check_texts(**arguments: Any) -> None:
+    """Raise `InvalidInput` for an argument of a reward that is no text, which no reply can help."""
+    for name, value in arguments.items():
+        if not isinstance(value, str):
+            raise InvalidInput(f"the {name} is a {type(value).__name__}, not text: use str({name})")
 
 
 def final_answer(text: str) -> str | None:

@@ -270,23 +270,35 @@ def own_evaluations(state: RunState, settings: dict[str, Any]) -> list[Evaluatio
 
     `settings` are the run's `evaluation`.
     """
-    return [each for each in state.evaluations_of(settings.get("split", "test")) if _is_asked_by(each, settings)]
+    return [each for each in state.evaluations_of(settings.get("split", "test")) if is_asked_by(each, settings)]
 
 
 def own_scores(log: RunLog, config: dict[str, Any]) -> list[Evaluation]:
-    """The run's own evaluations that have a score, by policy version: what "before" and "after" mean of a run. If there
-    are none, those of its split that were asked as the newest.
-
-    `config` is the run's configuration, see `run_config`.
-    """
+    """`scores_of` the run's own split: what "before" and "after" mean of a run. `config` is its configuration, see
+    `run_config`."""
     its = config.get("evaluation", {})
-    scores = [each for each in log.state.evaluations_of(its.get("split", "test")) if not each.failed]
-    own = [each for each in own_evaluations(log.state, its) if not each.failed]
+    return scores_of(log.state, its, its.get("split", "test"))
+
+
+def scores_of(state: RunState, settings: dict[str, Any], split: str) -> list[Evaluation]:
+    """Evaluations of a split that have a score and can be compared, by policy version: those that were asked as the run
+    asks, or else as the newest. One that a user starts with fewer problems, say, is not among them.
+
+    `settings` are the run's `evaluation`.
+    """
+    scores = [each for each in state.evaluations_of(split) if not each.failed]
+    own = [each for each in scores if is_asked_by(each, settings)]
     alike = own or [each for each in scores if _how_asked(each) == _how_asked(scores[-1])]
     return sorted(alike, key=lambda evaluation: evaluation.version)
 
 
-def _is_asked_by(evaluation: Evaluation, settings: dict[str, Any]) -> bool:
+def scores_by_split(state: RunState, settings: dict[str, Any]) -> dict[str, list[Evaluation]]:
+    """`scores_of` every split that has any."""
+    splits = sorted({each.split for each in state.evaluations if not each.failed})
+    return {split: scores for split in splits if (scores := scores_of(state, settings, split))}
+
+
+def is_asked_by(evaluation: Evaluation, settings: dict[str, Any]) -> bool:
     """True for as many problems, attempts and the temperature as these settings ask, as far as the log says."""
     most = settings.get("num_tasks", evaluation.num_tasks)
     num_tasks = evaluation.num_tasks if evaluation.tasks is None else evaluation.tasks.count

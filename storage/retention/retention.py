@@ -24,13 +24,13 @@ import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from storage.log.entries import Retire
 from storage.log.history import from_json, to_json
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict
-from storage.log.runs import RunLogs, open_run
+from storage.log.runs import RunLogs, open_run, run_config
 from storage.objects.object_store import LocalStore, ObjectStore, StoredFile, StoreError
 from storage.retention.rules import Facts, Rules, kept_policies, reach, with_anchors
 
@@ -196,6 +196,7 @@ class _Survey:
         store = log.store if isinstance(log.store, LocalStore) else None
         self._unfinished = [file for each in folders for file in store.unfinished(each)] if store else []
         self._facts = Facts() if facts is None else facts
+        self._asked: dict[str, Any] = run_config(log).get("evaluation", {})
         log.refresh()
         self.plan = self.removable(rules)
         self._readers()  # a run whose files cannot be read is left out before anything is removed
@@ -203,7 +204,7 @@ class _Survey:
     def _kept(self, rules: Rules) -> dict[int, str]:
         """Policy versions that stay, and why."""
         self._facts.extend(self.log)
-        return with_anchors(kept_policies(self.log.state, rules, self._facts.evaluations), self._facts.anchors)
+        return with_anchors(kept_policies(self.log.state, rules, self._asked), self._facts.anchors)
 
     def removable(self, rules: Rules) -> list[Item]:
         """What may be removed, whatever its age, unless it is being written."""

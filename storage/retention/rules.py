@@ -3,10 +3,10 @@
 In: counts, an age and a size; a run's log. Out: `Rules`; the policies that they keep, and the files that these need.
 
 A policy is kept if it is the base model, live, named by an alias, among the newest, one of every `keep_every`, the best
-on a split, or one of the evaluated that the rules name; and if a kept policy is a delta against it. A kept policy needs
-what trains it again: its shards, the saved state before its step, and the shards of the steps in between. With
-`replay_steps` only the last so many steps can be trained again. What resumes the run, and every shard with a pending
-group, is always kept.
+on a split (of those asked alike), or one of the evaluated that the rules name; and if a kept policy is a delta against
+it. A kept policy needs what trains it again: its shards, the saved state before its step, and the shards of the steps
+in between. With `replay_steps` only the last so many steps can be trained again. What resumes the run, and every shard
+with a pending group, is always kept.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import bisect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from settings.errors import InvalidInput
 from storage.log.entries import Evaluation, Policy, Shard, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
+from storage.log.runs import scores_by_split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,6 @@ class Facts:
     """Folder → its policy versions, rising: a skipped step makes a version that shares its parent's files."""
     anchors: dict[int, int] = field(default_factory=dict)
     """Policy version stored as a delta → the version of its anchor."""
-    evaluations: list[Evaluation] = field(default_factory=list)
     eval_shards: dict[str, int] = field(default_factory=dict)
     """Id of an evaluation shard → the policy version that sampled it."""
     scored_shards: dict[str, int] = field(default_factory=dict)
@@ -91,7 +92,6 @@ class Facts:
                 case Policy(path=path, version=version):
                     self.versions_at.setdefault(path, []).append(version)
                 case Evaluation() as evaluation:
-                    self.evaluations.append(evaluation)
                     self.scored_shards |= dict.fromkeys(evaluation.shard_ids, evaluation.version)
                 case Shard(is_eval=True) as shard:
                     self.eval_shards[shard.id] = shard.head_version
@@ -100,17 +100,15 @@ class Facts:
         self._seen = len(log.entries)
 
 
-def kept_policies(state: RunState, rules: Rules, evaluations: Iterable[Evaluation]) -> dict[int, str]:
-    """Policy versions to keep, and why. A retired version is never kept."""
-    best: dict[str, tuple[float, int]] = {}
-    evaluated: set[int] = set()
-    tried = 0
-    for evaluation in evaluations:
-        tried = max(tried, evaluation.version)
-        if evaluation.version not in state.retired_policies and not evaluation.failed:
-            scored = (evaluation.score, evaluation.version)
-            best[evaluation.split] = max(best.get(evaluation.split, (-1.0e300, 0)), scored)
-            evaluated.add(evaluation.version)
+def kept_policies(state: RunState, rules: Rules, settings: dict[str, Any]) -> dict[int, str]:
+    """Policy versions to keep, and why. A retired version is never kept. `settings` are the run's `evaluation`."""
+    left = {
+        split: [(each.score, each.version) for each in scores if each.version not in state.retired_policies]
+        for split, scores in scores_by_split(state, settings).items()
+    }
+    best = {split: max(scored)[1] for split, scored in left.items() if scored}
+    tried = max((each.version for each in state.evaluations), default=0)
+    evaluated = {each.version for each in state.evaluations if not each.failed} - state.retired_policies
     if rules.keep_evaluated is not None:
         evaluated = set(sorted(evaluated)[max(0, len(evaluated) - rules.keep_evaluated) :])
     kept: dict[int, str] = {}
@@ -118,7 +116,7 @@ def kept_policies(state: RunState, rules: Rules, evaluations: Iterable[Evaluatio
         reasons = ["base model"] if version == 0 else []
         reasons += ["live"] if version == state.newest_version else []
         reasons += [f"alias {name}" for name, alias in state.aliases.items() if alias.version == version]
-        reasons += [f"best on {split}" for split, (_, scored) in best.items() if scored == version]
+        reasons += [f"best on {split}" for split, scored in best.items() if scored == version]
         reasons += ["evaluated"] if version in evaluated else []
         due = rules.evaluate_every and version > tried and version % rules.evaluate_every == 0
         reasons += ["to be evaluated"] if due else []
@@ -194,13 +192,15 @@ def make_rules(*, keep_last: int, keep_every: int, older_than: str, max_size: st
     return Rules(
         keep_last=keep_last,
         keep_every=keep_every,
-        older_than_seconds=_number(older_than, _SECONDS, example="30d") if older_than else 0.0,
-        max_bytes=int(_number(max_size, _BYTES, example="50GB")) if max_size else None,
+        older_than_seconds=_number("older_than", older_than, _SECONDS, example="30d") if older_than else 0.0,
+        max_bytes=int(_number("max_size", max_size, _BYTES, example="50GB")) if max_size else None,
     )
 
 
-def _number(text: str, units: dict[str, float], *, example: str) -> float:
+def _number(name: str, text: str, units: dict[str, float], *, example: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     if match is None or match[2] not in units:
-        raise InvalidInput(f"{text!r}: write a number and a unit, for example {example}; units: {', '.join(units)}")
+        raise InvalidInput(
+            f"{name} = {text!r}: write a number and a unit, for example {example}; units: {', '.join(units)}"
+        )
     return float(match[1]) * units[match[2]]

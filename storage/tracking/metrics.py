@@ -15,6 +15,7 @@ from typing import Any
 
 from settings.errors import missing_package
 from storage.log.entries import Evaluation, LogEntry, Step
+from storage.log.runs import is_asked_by
 from storage.objects.digests import sha256_of
 from storage.tracking.follower import FollowerUnavailable
 
@@ -44,8 +45,15 @@ def import_mlflow() -> Any:
         return mlflow
 
 
-def charted(entry: LogEntry) -> tuple[int, dict[str, float]]:
-    """The step at which MLflow charts an entry, and its metrics: `loss` is `train/loss`, `system/…` is itself."""
+BY_HAND = "eval-by-hand"
+"""Where those are that a user has asked otherwise on the run's own split: they would be the run's newest score."""
+
+
+def charted(entry: LogEntry, settings: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    """The step at which MLflow charts an entry, and its metrics: `loss` is `train/loss`, `system/…` is itself.
+
+    `settings` are the run's `evaluation`.
+    """
     match entry.body:
         case Step(claim=claim, metrics=values):
             metrics = {name if name.startswith(SYSTEM) else f"train/{name}": value for name, value in values.items()}
@@ -60,7 +68,9 @@ def charted(entry: LogEntry) -> tuple[int, dict[str, float]]:
                     metrics |= {f"{name}_{k}": chance for k, chance in getattr(evaluation, name).items()}
                 if evaluation.standard_error is not None:
                     metrics["standard_error"] = evaluation.standard_error
-            return evaluation.version, {f"eval/{evaluation.split}/{name}": value for name, value in metrics.items()}
+            is_own = evaluation.split != settings.get("split", "test") or is_asked_by(evaluation, settings)
+            prefix = f"{'eval' if is_own else BY_HAND}/{evaluation.split}"
+            return evaluation.version, {f"{prefix}/{name}": value for name, value in metrics.items()}
         case _:
             return 0, {}
 

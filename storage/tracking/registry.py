@@ -134,7 +134,7 @@ class Registry:
         elif previous != status:
             if not _is_charted(self._log.state.step):
                 last = next(entry for entry in reversed(self._log.entries) if isinstance(entry.body, Step))
-                self._log_batch({}, metrics=_metrics(last))
+                self._log_batch({}, metrics=_metrics(last, {}))
             self._client.set_terminated(self._run_id, status, end_time=int(self._log.state.last_at * 1000))
         self._mirrored = {**tags, _CURSOR: str(self.num_entries)}, status
         # Also those that a session registered which died before it could say so in the log.
@@ -175,7 +175,12 @@ class Registry:
                     self._traces.send(
                         entry, experiment_id=self._experiment_id, run_id=self._run_id, find_model=self._versions.get
                     )
-        metrics = [metric for entry in block if _has_point(entry) for metric in _metrics(entry)]
+        metrics = [
+            metric
+            for entry in block
+            if _has_point(entry)
+            for metric in _metrics(entry, self._config.get("evaluation", {}))
+        ]
         self._log_batch({_CURSOR: str(block[-1].number + 1)}, metrics=metrics)
 
     def _log_batch(self, tags: dict[str, str], **more: Any) -> None:
@@ -349,7 +354,7 @@ def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
     block: list[LogEntry] = []
     num_metrics = 0
     for entry in entries:
-        more = len(charted(entry)[1])
+        more = len(charted(entry, {})[1])
         if block and num_metrics + more > _MOST_METRICS:
             yield block
             block, num_metrics = [], 0
@@ -368,10 +373,10 @@ def _has_point(entry: LogEntry) -> bool:
     return not isinstance(entry.body, Step) or _is_charted(entry.body.claim.step)
 
 
-def _metrics(entry: LogEntry) -> list[Any]:
+def _metrics(entry: LogEntry, settings: dict[str, Any]) -> list[Any]:
     from mlflow.entities import Metric
 
-    number, values = charted(entry)
+    number, values = charted(entry, settings)
     return [Metric(accepted_name(key), value, int(entry.written_at * 1000), number) for key, value in values.items()]
 
 

@@ -38,7 +38,8 @@ class Tracker:
         """Send the rows that the place does not have, and end the run there as its newest session did."""
         log, ended = self._log, outcome(self._log)
         entries = log.entries[self.num_entries :]
-        found = [(entry, *charted(entry)) for entry in entries]
+        settings = run_config(log).get("evaluation", {}) if entries else {}
+        found = [(entry, *charted(entry, settings)) for entry in entries]
         rows = [
             Row(number=self._num_rows + index, step=step, at=entry.written_at, metrics=metrics)
             for index, (entry, step, metrics) in enumerate(each for each in found if each[2])

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from settings.errors import InvalidInput
+from settings.places.hints import command
 from settings.places.state_folder import home
 from storage.log.entries import OUTCOMES, Evaluation, GroupSummary, Policy, Step
 from storage.log.run_log import RunLog
@@ -202,7 +203,8 @@ def trajectory_lineage(log: RunLog, trajectory: str) -> GroupLineage:
     """
     group_id, _, number = trajectory.rpartition("/")
     if not number.isdigit():
-        raise InvalidInput(f"trajectory {trajectory!r}: write it as GROUP/ATTEMPT, as `millrace traj show` prints them")
+        ids = command("traj", "ls", log.run_id, store=log.store.uri)
+        raise InvalidInput(f"trajectory {trajectory!r}: write it as GROUP/ATTEMPT; `{ids}` lists them")
     attempt, lineage = int(number), _group_lineage(log, group_id)
     if attempt >= lineage.group.expected:
         raise InvalidInput(f"group {group_id!r} has attempts 0 to {lineage.group.expected - 1}, not {attempt}")

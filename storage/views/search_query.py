@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from settings.errors import InvalidInput
+from settings.places.hints import command
 
 Operator = Literal["<", "<=", ">", ">=", "=", "!="]
 
@@ -36,9 +37,8 @@ class SearchQuery:
 
     def __post_init__(self) -> None:
         if not self._terms:
-            raise InvalidInput(
-                f"{self.text!r}: nothing to search for; give a word, or look through trajectories with `traj show`"
-            )
+            look = command("traj", "ls", "RUN")
+            raise InvalidInput(f"{self.text!r}: nothing to search for; give a word, or take what `{look}` lists")
 
     @functools.cached_property
     def _terms(self) -> list[tuple[str, bool]]:

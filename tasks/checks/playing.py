@@ -24,7 +24,15 @@ from rollouts.chat.chat import Chat
 from rollouts.production.attempts import give_threads
 from rollouts.rewards.scoring import RewardPool, set_reward_pool
 from rollouts.workflow import CONTEXT, Score, Workflow, WorkflowContext, WrongWorkflow, as_score, place_of
-from settings.errors import InvalidInput, UserError, failure_text, has_users_frames, in_one_line, place_in_thread
+from settings.errors import (
+    InvalidInput,
+    UserError,
+    counted,
+    failure_text,
+    has_users_frames,
+    in_one_line,
+    place_in_thread,
+)
 from settings.run_file import RunConfig
 from storage.records import Message, RolloutGroup, Task, Trajectory
 from tasks.checks.scripted_chat import Replies, ScriptedChat, TrialParser
@@ -53,8 +61,12 @@ class Outcome:
 def errors_of_users(what: str, function: Callable[..., object] | None = None) -> Iterator[None]:
     """Raise `InvalidInput`, beginning with `what`, for an error of code that the user wrote, with its file and line.
 
-    Without a frame of the user's, as for wrong arguments, the place is that of `function`.
+    Without a frame of the user's, as for wrong arguments, the place is that of `function`. Code that takes long is
+    named while it does: a start waits for it, and shows nothing else.
     """
+    slow = threading.Timer(_BLOCKED_SECONDS, _say_where, args=[threading.get_ident()])
+    slow.daemon = True
+    slow.start()
     try:
         yield
     except UserError:
@@ -70,6 +82,13 @@ def errors_of_users(what: str, function: Callable[..., object] | None = None) ->
         elif function is not None and not has_users_frames(error):
             text = f"{in_one_line(text).rpartition(' at ')[0]}; it is at {place_of(function)}"
         raise InvalidInput(f"{what}: {text}") from error
+    finally:
+        slow.cancel()
+
+
+def _say_where(thread: int) -> None:
+    if place := place_in_thread(thread):
+        logger.warning("code of yours has taken %.0f s, and the start waits for it\n%s", _BLOCKED_SECONDS, place)
 
 
 def first_tasks(tasks: Mapping[str, Sequence[Task]], count: int) -> list[tuple[str, Task]]:
@@ -134,9 +153,17 @@ def attempts_at(
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # the error says it
         thread = threading.Thread(target=play, daemon=True)  # a daemon, so that Ctrl-C ends it
         thread.start()
-        if not wait([ended], _BLOCKED_SECONDS).done and (place := place_in_thread(thread.ident)):
-            what = "code without `await` has held up every attempt for %.0f s; give it to asyncio.to_thread\n%s"
-            logger.warning(what, _BLOCKED_SECONDS, place)
+        if not wait([ended], _BLOCKED_SECONDS).done:
+            if place := place_in_thread(thread.ident):
+                what = "code without `await` has held up every attempt for %.0f s; give it to asyncio.to_thread\n%s"
+                logger.warning(what, _BLOCKED_SECONDS, place)
+            elif seconds > _BLOCKED_SECONDS:
+                logger.warning(
+                    "the references of %s have taken %.0f s, and have at most %.0f s each (rollout.attempt_timeout)",
+                    counted(len(tasks), "task"),
+                    _BLOCKED_SECONDS,
+                    seconds,
+                )
         return ended.result()
 
 

@@ -162,6 +162,8 @@ def check_sandbox(config: RunConfig) -> None:
 
 def load_workflow(config: RunConfig) -> Workflow:
     """The run's workflow, with its data. Raises `InvalidInput` unless it can be made and has its methods."""
+    if not config.workflow:
+        raise InvalidInput("workflow = '' names nothing; write package.module:Name or path/to/file.py:Name")
     with errors_of_users(f"workflow = {config.workflow!r}"):
         workflow_class = load_object(config.workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
@@ -274,6 +276,11 @@ def check_tracking(uri: str) -> None:
         with path_errors(f"{shown}: no database answers"):
             address = (parsed.hostname or "localhost", port or _PORTS[parsed.scheme.partition("+")[0]])
             socket.create_connection(address, timeout=SECONDS_TO_ANSWER).close()
+    elif parsed.scheme in ("", "file") and os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
+        file = f"{uri.rstrip('/')}/mlflow.db".removeprefix("file://")
+        raise InvalidInput(
+            f"{shown}: MLflow writes into no folder any more; use a file, sqlite:///{file}, or http(s)://…"
+        )
     elif parsed.scheme in ("", "file", "sqlite"):
         path = (sqlite_file(uri) or store_folder(uri) or Path(parsed.path)).expanduser().resolve()
         folder = path.parent if parsed.scheme == "sqlite" else path
@@ -283,7 +290,7 @@ def check_tracking(uri: str) -> None:
         if not os.access(folder, os.W_OK) or not folder.is_dir():
             raise InvalidInput(f"{shown}: {folder} cannot be written; name another place")
     elif not parsed.scheme.startswith(("databricks", "uc")):
-        raise InvalidInput(f"{shown}: MLflow knows no {parsed.scheme}://; use http(s)://…, sqlite:///… or a folder")
+        raise InvalidInput(f"{shown}: MLflow knows no {parsed.scheme}://; use http(s)://… or sqlite:///…")
 
 
 def check_lengths(config: RunConfig) -> None:

@@ -17,6 +17,7 @@ from prefect.context import FlowRunContext
 from prefect.logging.handlers import APILogHandler
 
 from storage.log.entries import Evaluation, Step
+from tasks.prefect.task_runs import CUT_OFF
 
 progress = logging.getLogger("millrace.progress")
 """For pages and JSON logs; a terminal shows the run's log as a table instead."""
@@ -25,10 +26,6 @@ MOST_LINES = 100
 """About steps, on the page of one run."""
 _SHOWN = {"reward": "reward", "loss": "loss", "staleness_mean": "staleness", "tokens_per_second": "tokens/s"}
 """Metrics of a line, by the names of docs/metrics.md."""
-_HOW = ("cancelled", "aborted")
-_ENDED = tuple(
-    f"{said}Execution was {how}" for said in ("Crash detected! ", "Finished in state Crashed('") for how in _HOW
-)
 
 
 class _OfFlowRun(logging.Filter):
@@ -44,8 +41,8 @@ class _OfFlowRun(logging.Filter):
 
 
 def is_no_end(record: logging.LogRecord) -> bool:
-    """False for what Prefect says of a task that was ended with its flow: it calls that a crash, with an error."""
-    return not record.getMessage().startswith(_ENDED)
+    """False for what Prefect says of a task that was cut off: it calls that a crash, with an error."""
+    return CUT_OFF not in record.getMessage()
 
 
 def is_no_error_of_a_user(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""The task runs of this process's flows, until Prefect's server has them all.
+"""The task runs of this process's flows: Cancelled if they were cut off; and a wait until Prefect's server has them.
 
 In: the flow runs that have ended here. Out: a wait. A server beside the command dies with it, and with it the queue of
 what Prefect's client has sent. Without the wait, the last tasks would be missing on the flow run's page.
@@ -9,15 +9,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from typing import Any
 
 import httpx
+from prefect import task_engine
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
+from prefect.states import Cancelled, State, exception_to_crashed_state
 
+from tasks.prefect.own_flow_run import is_stop
+
+CUT_OFF = "cut off: its flow ended, or no longer waited for it"
+"""The message of such a task run's state."""
 _LOOK_SECONDS = 0.1
 _FINAL = ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]
 _expected: dict[str, int] = {}
 """Id of a flow run → how many task runs it has begun."""
+
+
+def cut_off_is_cancelled() -> None:
+    """Let Prefect call a task run Cancelled that is cancelled: its engine calls it Crashed, as one whose process died.
+
+    The engine asks nobody what an exception means, so this replaces its function.
+    """
+    task_engine.exception_to_crashed_state = _state_of
+
+
+async def _state_of(exc: BaseException, result_store: Any = None) -> State[Any]:
+    return Cancelled(message=CUT_OFF, data=exc) if is_stop(exc) else await exception_to_crashed_state(exc, result_store)
 
 
 def expect_task_runs() -> None:

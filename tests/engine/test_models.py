@@ -35,6 +35,7 @@ def test_a_row_of_the_table_comes_out_again(tmp_path: Path) -> None:
     columns = ("packed", "all", "ranks", "adapters", "served")
     assert {name: row[column] for name, row in rows.items() for column in columns if row[column].startswith("no")} == {}
     assert rows.keys() == set(_KINDS)
+    assert {name: row["replay"] for name, row in rows.items()} == {**dict.fromkeys(_KINDS, "yes"), "lfm2": "no experts"}
 
 
 @pytest.mark.engine

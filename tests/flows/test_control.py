@@ -50,6 +50,12 @@ class Server:
         """Names of its states, in order."""
         return [state["name"] for state in self._ask("GET", f"/flow_run_states/?flow_run_id={flow_run}")]
 
+    def ended_tasks(self, flow_run: str) -> set[str]:
+        """Names of the states of its task runs, once none is left that has not ended."""
+        found = self.post("/task_runs/filter", flow_runs={"id": {"any_": [flow_run]}}, sort="EXPECTED_START_TIME_DESC")
+        states = {task_run["state"]["name"] for task_run in found}
+        return set() if states & {"Running", "Pending"} else states
+
     def messages(self, flow_run: str) -> str:
         """What its page shows as logs."""
         return "\n".join(
@@ -158,6 +164,7 @@ def test_a_run_is_paused_suspended_stopped_and_its_last_policy_becomes_the_champ
     assert psutil.wait_procs(process, timeout=PATIENCE)[1] == []
     wait(lambda: server.state(training) == "Cancelled")
     assert "Crashed" not in server.history(training), "of which people would be notified"
+    assert wait(lambda: server.ended_tasks(training)) == {"Completed", "Cancelled"}, "what its time line shows"
     state = log().state
     assert state.ended is not None and state.ended.outcome == "stopped"
     assert f"| step | {state.step} of {NEVER}, **stopped** |" in server.page()

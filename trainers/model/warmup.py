@@ -22,6 +22,8 @@ from storage.records import Message
 
 logger = logging.getLogger("millrace.warmup")
 
+SECONDS_BETWEEN_LINES = 5.0
+
 _SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -68,7 +70,7 @@ def make_base_model(
     )
     model = Qwen2ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    started = time.perf_counter()
+    started = told = time.perf_counter()
     recent: deque[float] = deque(maxlen=20)
     for step in range(1, num_steps + 1):
         for group in optimizer.param_groups:
@@ -85,9 +87,10 @@ def make_base_model(
         recent.append(float(loss.detach()))
         mean_loss = sum(recent) / len(recent)
         done = step == num_steps or (len(recent) == recent.maxlen and mean_loss <= target_loss)
-        if step % 100 == 0 or done:
-            seconds = time.perf_counter() - started
-            logger.info("base model: step %d of at most %d, loss %.3f, %.0f s", step, num_steps, mean_loss, seconds)
+        now = time.perf_counter()
+        if done or now - told >= SECONDS_BETWEEN_LINES:
+            told, counts = now, (step, num_steps, mean_loss, target_loss)
+            logger.info("base model: step %d of at most %d, loss %.3f, wanted %g, %.0f s", *counts, now - started)
         if done:
             break
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)

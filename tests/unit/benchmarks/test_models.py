@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.models import MOST_GAP, page
 from tests.conftest import PROJECT
+from trainers.model.kinds import replay_refusal
 
 
 def test_the_page_is_that_of_the_results_and_says_their_versions() -> None:
@@ -23,3 +24,10 @@ def test_every_row_is_exact_or_says_why_not(column: str, most: float, fewest: in
     proven = {name: row[column] for name, row in rows.items() if not row.get(column, "no").startswith("no")}
     assert len(proven) >= fewest
     assert all(float(gap) <= most for gaps in proven.values() for gap in gaps.split(", "))
+
+
+def test_models_whose_routers_replay_are_those_that_a_start_lets_pass() -> None:
+    rows = json.loads((PROJECT / "docs/models.json").read_text())
+    tried = {name: row["replay"] for name, row in rows.items() if row.get("replay", "no experts") != "no experts"}
+    refused = {name for name in tried if replay_refusal({"model_type": name, "num_experts": 4})}
+    assert refused == {name for name, said in tried.items() if said.startswith("no")} and len(tried) > 30

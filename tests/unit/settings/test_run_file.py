@@ -61,6 +61,8 @@ def _file(folder: Path, text: str) -> Path:
         ("train.loss.clip = 1", "train.loss.clip: no such key; did you mean 'train.loss.clip_low'?"),
         ("sampling.temp = 1", "sampling.temp: no such key; did you mean 'sampling.temperature'?"),
         ("trian = {}", "trian: no such key; did you mean 'train'?"),
+        ("actor.optim.lr = 1e-5", "actor: no such key; did you mean 'learning_rate'?"),
+        ("train.kl.coef = 0.1", "train.kl.coef: no such key; did you mean 'train.kl.coefficient'?"),
         ("sampling.zzz = 1", "sampling.zzz: no such key; there are: temperature, max_tokens"),
         (
             "engine.vllm.data_parallel_size = 2",
@@ -208,6 +210,29 @@ def test_the_error_of_a_file_or_an_override_names_the_file(
     with pytest.raises(ConfigError) as raised:
         load_run_file(path, overrides)
     assert str(raised.value) == message.format(file=path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "sentence"),
+    [
+        (
+            "run.toml",
+            'workflow = "ä"'.encode("utf-16"),
+            "is no text in UTF-8 (invalid start byte at byte 0); save it as",
+        ),
+        ("mine.py", b"import os\n", 'name Python in a run file: workflow = "mine.py:MyClass"'),
+    ],
+)
+def test_a_file_that_is_no_run_file_says_what_to_do(tmp_path: Path, name: str, data: bytes, sentence: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError) as raised:
+        load_run_file(tmp_path / name)
+    assert sentence in str(raised.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_run_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b'\xef\xbb\xbfworkflow = "a:B"\r\nsteps = 3\r\n')
+    assert load_run_file(tmp_path / "run.toml").steps == 3
 
 
 def test_dotted_overrides_reach_into_tables_that_are_there_or_not_and_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from settings.errors import InvalidInput
 from settings.run_file import RunConfig
 from storage.objects.digests import DIGEST_FILE, verify_folder
 from storage.objects.object_store import LocalStore
+from tasks import base_model
 from tasks.base_model import make_model, store_model
 from tests.unit.trainers.builders import full_model, tiny_model
 
@@ -94,3 +97,20 @@ def test_a_warmed_up_model_is_known_by_what_it_learnt(store: LocalStore, tmp_pat
     written = (store.root / first / DIGEST_FILE).stat().st_mtime_ns
     assert key("moved.py", 2) == first and (store.root / first / DIGEST_FILE).stat().st_mtime_ns == written
     assert len({first, key("edited.py", 3), key("deeper.py", 2, num_layers=2)}) == 3
+
+
+async def test_a_long_warm_up_says_how_far_it_has_come(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the terminal and to Prefect's page, of this session alone, and each line once."""
+    monkeypatch.setattr(base_model, "_SECONDS_BETWEEN_LINES", 0.01)
+    log_file = tmp_path / "warmup.log"
+    log_file.write_text("INFO base model: step 2000 of an earlier session\n")
+    with caplog.at_level(logging.INFO, logger="millrace.base_model"), log_file.open("a", buffering=1) as log:
+        async with asyncio.timeout(60), base_model._progress_of(log_file):
+            log.write("INFO base model: step 100\nWARNING of a library\n")
+            while not caplog.messages:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            log.write("INFO base model: step 150\nINFO base model: step 200\n")
+    assert caplog.messages == ["base model: step 100", "base model: step 200"]

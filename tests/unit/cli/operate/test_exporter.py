@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cli.operate.exporter import RunCollector
-from storage.log.entries import Alias, Quarantine
+from storage.log.entries import Alias, Quarantine, TaskSet
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, trainer_lock
 from storage.objects.object_store import LocalStore
 from tests.builders import BASE, a_shard, a_step, a_summary
-from tests.unit.cli.builders import an_evaluation, printed, running
+from tests.unit.cli.builders import a_run_of_one_step, an_evaluation, printed, running
 
 Values = dict[tuple[str, ...], float]
 
@@ -83,6 +83,17 @@ def test_each_scrape_reads_what_is_new_and_leaves_a_damaged_log_out(
     assert values["suspicious_gap", "other"] == 0.15
     assert values["training", "run"] == 1 and values["training", "other"] == 0 and values["steps", "other"] == 0
     assert ("steps", "damaged") not in values
+
+
+def test_the_score_is_one_that_the_run_itself_asks(scrape: Callable[[], Values], store: LocalStore) -> None:
+    log = a_run_of_one_step(store, {"evaluation": {"num_tasks": 4}}, run_id="asks")
+    log.append(an_evaluation(0, 0.25))
+    of_four = TaskSet(count=4, sha256="t", ids_sha256="i")
+    log.append(an_evaluation(1, 1.0, num_tasks=1, tasks=of_four, shard_id="one"))  # by hand, of one task
+    log.append(an_evaluation(1, 0.5, split="hard", shard_id="hard"))
+    values = scrape()
+    assert values["score", "asks", "test"] == 0.25 and values["score_tasks", "asks", "test"] == 4
+    assert values["score", "asks", "hard"] == 0.5
 
 
 def test_the_command_serves_until_it_is_interrupted(log: RunLog) -> None:

@@ -135,6 +135,15 @@ def test_a_server_that_is_not_there_is_named_before_anything_starts() -> None:
     assert not begun and "secret" not in str(raised.value)
 
 
+def test_an_address_without_a_scheme_says_how_it_is_written() -> None:
+    with (
+        patch.dict(os.environ),
+        temporary_settings({PREFECT_API_URL: "127.0.0.1:4200"}),
+        pytest.raises(ServiceFailed, match=r"PREFECT_API_URL = '127\.0\.0\.1:4200' is no address: write http://HOST"),
+    ):
+        run_flow(lambda: None, Console())  # type: ignore[arg-type, return-value]
+
+
 @pytest.mark.parametrize(("steps", "is_over"), [(0, True), (1, False)])
 def test_a_server_that_is_away_at_the_end_spoils_a_run_only_where_steps_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, steps: int, is_over: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,8 @@ def test_a_bad_filter_is_one_sentence_before_anything_is_indexed(log: RunLog, ho
     for options, sentence in refused.items():
         stderr = typed(f"traj search run off {options}", status=2).stderr
         assert sentence in stderr and len(stderr.splitlines()) == 1
-    assert "nothing to search for" in typed("traj search run ' '", status=2).stderr
+    refused = typed("traj search run ' '", status=2).stderr
+    assert "nothing to search for" in refused and re.search(r"millrace traj ls RUN` lists", refused)
     assert not (home / "store/runs/run/index").exists()
 
 

@@ -89,8 +89,10 @@ QUIET = [
 
 
 @contextlib.contextmanager
-def a_screen(scratch: Path) -> Iterator[Callable[..., Any]]:
-    """What tells the value of a script on the page of an address, on a screen of a width and in light or dark."""
+def a_screen(scratch: Path, asked: list[str] | None = None) -> Iterator[Callable[..., Any]]:
+    """What tells the value of a script on the page of an address, on a screen of a width and in light or dark. What the
+    page asks in a dialog is answered with OK, and added to `asked`."""
+    asked = [] if asked is None else asked
     assert CHROMIUM is not None
     options = [*QUIET, "--remote-debugging-port=0", f"--user-data-dir={scratch / 'screen'}", "about:blank"]
     with subprocess.Popen([CHROMIUM, *options], stderr=subprocess.PIPE, text=True) as browser:
@@ -98,7 +100,7 @@ def a_screen(scratch: Path) -> Iterator[Callable[..., Any]]:
         line = next(line for line in browser.stderr if "DevTools listening on" in line)
         host, numbers = line.split("//")[1].split("/")[0], itertools.count()
 
-        def told(address: str, script: str, *, width: int, scheme: str) -> Any:
+        def told(address: str, script: str, *, width: int = 1400, scheme: str = "light") -> Any:
             page = httpx.put(f"http://{host}/json/new?about:blank").json()
             with connect(page["webSocketDebuggerUrl"], max_size=None) as socket:
 
@@ -106,7 +108,10 @@ def a_screen(scratch: Path) -> Iterator[Callable[..., Any]]:
                     number = next(numbers)
                     socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
                     while (reply := json.loads(socket.recv(timeout=60))).get("id") != number:
-                        pass
+                        if reply.get("method") == "Page.javascriptDialogOpening":
+                            asked.append(reply["params"]["message"])
+                            accept = {"method": "Page.handleJavaScriptDialog", "params": {"accept": True}}
+                            socket.send(json.dumps({"id": next(numbers), **accept}))
                     return reply["result"]
 
                 size = {"width": width, "height": 12_000, "deviceScaleFactor": 1, "mobile": False}

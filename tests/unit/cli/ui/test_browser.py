@@ -21,7 +21,7 @@ from cli.ui.server import create_app
 from infra.ports import free_port
 from storage.log.entries import Quarantine
 from storage.log.run_log import RunLog
-from storage.log.runs import create_run
+from storage.log.runs import create_run, trainer_lock
 from storage.objects.object_store import LocalStore
 from storage.records import ToolCall
 from tests.builders import a_group, a_log, a_trajectory, a_turn
@@ -51,9 +51,11 @@ def _served(app: FastAPI) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False))
     thread = threading.Thread(target=server.run)
     thread.start()
-    yield f"http://127.0.0.1:{port}/"
-    server.should_exit = True
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def _figures(document: str) -> list[str]:
@@ -242,6 +244,59 @@ def test_every_page_fits_a_wide_screen_and_a_telephone_in_light_and_dark(
                 width,
                 light["cut"],
             )
+
+
+_PROMOTED = """
+new Promise(async done => {
+  const frame = () => new Promise(requestAnimationFrame);
+  const until = async find => { let found; while (!(found = find())) await frame(); return found; };
+  const of = selector => document.querySelector(`#lineage ${selector}`), said = () => of("output")?.textContent;
+  (await until(() => document.querySelector("#lineage"))).scrollIntoView();
+  await until(() => of(".tools select"));
+  if (VERSION !== null) {
+    of("select").value = VERSION;
+    of("select").dispatchEvent(new Event("change"));
+    await until(() => of(".marked b")?.textContent === `policy ${VERSION}`);
+  }
+  const button = of("button.button"), reasons = [...document.querySelectorAll("#lineage .tools li")];
+  if (BEFORE) await fetch(BEFORE);
+  button?.click();
+  if (button) await until(said);
+  const champion = of(".finished")?.textContent ?? "";
+  done({ reasons: reasons.map(li => li.textContent), button: Boolean(button), said: said() ?? "", champion });
+})
+"""
+
+
+def test_a_policy_is_promoted_on_the_page_if_the_gate_lets_it(
+    trained: RunLog, store: LocalStore, tmp_path: Path
+) -> None:
+    """Its reasons stand where the button would be; what comes between look and click is refused by the server."""
+    commit(trained, "s2", seen("c", 0, version=2))
+    train(trained, "0.c", engine_gap=1.5)
+    app, asked = create_app(store), list[str]()
+
+    @app.get("/in-between")
+    def in_between() -> None:
+        trained.append(Quarantine(shard_id="s1", reason="a disk broke"))
+
+    with trainer_lock(trained), _served(app) as address, a_screen(tmp_path, asked) as told:  # MLflow hears of it later
+
+        def click(version: str | None, *, before: str = "") -> Any:
+            script = _PROMOTED.replace("VERSION", json.dumps(version)).replace("BEFORE", json.dumps(before))
+            return told(f"{address}#run=run", script)
+
+        refused = click(None)
+        assert "step 3: engine and trainer differed by 1.5 nats per token" in refused["reasons"][0], refused
+        assert not refused["button"] and not asked
+        late = click("2", before="/in-between")
+        assert asked == ["Make policy 2 of run run the champion?"] and late["reasons"] == []
+        assert "step 2 trained on shard s1, quarantined since: a disk broke" in late["said"] and not late["champion"]
+        assert "champion" not in trained.refresh().aliases
+        passed = click("0")
+        assert asked[1:] == ["Make policy 0 of run run the champion?"]
+        assert passed["champion"] == "this is the champion" and "with its next step" in passed["said"]
+        assert trained.refresh().aliases["champion"].version == 0
 
 
 def test_the_token_of_the_address_opens_the_page_and_without_it_the_page_asks(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -130,6 +131,13 @@ def test_a_text_is_equal_but_for_the_white_space_around_it_and_a_pattern_is_foun
     for reward in (exact, matches):
         with pytest.raises(InvalidInput, match="no answer to compare with|the pattern is empty"):
             reward("", "")
+
+
+@pytest.mark.parametrize("reward", [exact, gsm8k, math_answer, matches])
+@pytest.mark.parametrize("values", [("4", None), ("4", 4), (None, "4")], ids=str)
+def test_what_is_no_text_is_a_fault_of_the_workflow_with_its_fix(reward: Any, values: tuple[Any, Any]) -> None:
+    with pytest.raises(InvalidInput, match=r"the (reply|answer|pattern) is a (NoneType|int), not text: use str\("):
+        reward(*values)
 
 
 _PIECES = st.sampled_from(

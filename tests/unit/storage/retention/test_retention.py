@@ -18,18 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.log import segments as log_segments
-from storage.log.entries import Alias, Evaluation, Quarantine, Rescore, Retire
+from storage.log.entries import Alias, Evaluation, Quarantine, Rescore, Retire, TaskSet
 from storage.log.replay_plan import plan_replay
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict
-from storage.log.runs import open_run
+from storage.log.runs import create_run, open_run
 from storage.objects.object_store import LocalStore, ObjectStore, StoreError
 from storage.objects.opening import open_store
 from storage.retention import retention
 from storage.retention.retention import RunReport, RunRetention, collect_garbage, reading
 from storage.retention.rules import Rules, kept_policies, make_rules
 from storage.shards.shards import read_shard
-from tests.builders import MemoryStore, a_group, a_log, a_shard, a_step, a_summary, commit, local_store
+from tests.builders import BASE, MemoryStore, a_group, a_log, a_shard, a_step, a_summary, commit, local_store
 
 HOUR, DAY = 3600.0, 86400.0
 
@@ -128,7 +128,7 @@ def _names(report: RunReport) -> list[str]:
 def _check(log: RunLog, rules: Rules) -> None:
     """Everything that a kept policy, a resume and the queue need is there."""
     state = RunLog(log.store, log.run_id).refresh()
-    kept = [version for version in kept_policies(state, rules, state.evaluations) if version]
+    kept = [version for version in kept_policies(state, rules, {}) if version]
     needed = {f"{state.policies[version].path}/model.safetensors" for version in kept}
     needed |= {log.shard_key(state.shard_of[group_id]) for group_id in state.pending}
     states = {s.claim.step: s.state_path for s in state.steps if s.state_path not in (None, *state.retired_states)}
@@ -187,7 +187,7 @@ def test_policies_are_kept_by_count_interval_alias_and_score(log: RunLog):
         _score(log, version, score, f"e{version}", split="hard", num_tasks=2, n_samples=2, num_failed=num_failed)
     log.append(Alias(name="rollout", version=6, checksum=""))
     rules = Rules(keep_last=2, keep_every=5)
-    assert kept_policies(log.state, rules, log.state.evaluations) == {
+    assert kept_policies(log.state, rules, {}) == {
         0: "base model, every 5",
         3: "best on test",
         4: "best on hard",
@@ -200,6 +200,21 @@ def test_policies_are_kept_by_count_interval_alias_and_score(log: RunLog):
     evaluated = ["shards/eval0", "shards/eval0-1", "shards/eval3", "shards/eval3-1"]
     assert [name for name in _data(log.store) if "eval" in name] == evaluated
     _check(log, rules)
+
+
+def test_the_best_is_best_among_scores_that_were_asked_as_the_run_asks(tmp_path: Path):
+    """A few lucky tasks that a user asks by hand do not make a policy the best, nor does another temperature."""
+    log = create_run(local_store(tmp_path), "run", {"evaluation": {"num_tasks": 4, "temperature": 0.0}})
+    log.append(BASE)
+    _train(log, steps=5, state_every=1)
+    tasks = TaskSet(count=9, sha256="t", ids_sha256="i")
+    asked: dict[str, object] = {"num_tasks": 4, "n_samples": 1, "temperature": 0.0, "tasks": tasks}
+    _score(log, 1, 0.9, "e1", **asked)
+    _score(log, 2, 0.5, "e2", **asked)
+    _score(log, 3, 1.0, "e3", **{**asked, "num_tasks": 1})
+    _score(log, 4, 1.0, "e4", **{**asked, "temperature": 1.0})
+    kept = _collect(log.store).kept
+    assert kept == {0: "base model", 1: "best on test", 5: "live, among the newest"}
 
 
 def test_shards_of_an_evaluation_that_runs_stay_and_those_of_a_killed_one_go(log: RunLog):
@@ -514,7 +529,7 @@ def test_beside_a_training_the_last_steps_can_be_replayed_and_nothing_else_grows
     reasons = {10: "best on test, evaluated", 26: "anchor of 30", 30: "evaluated", 40: "live, to be evaluated"}
     assert {v: r.removesuffix(", among the newest") for v, r in kept.items() if v in reasons} == reasons
     assert beside.collect().items == [] and str(rules) == "keep_last 2, keep_evaluated all, replay_steps 6"
-    assert {*kept_policies(log.state, Rules(keep_last=1, keep_evaluated=1), log.state.evaluations)} == {0, 10, 30, 40}
+    assert {*kept_policies(log.state, Rules(keep_last=1, keep_evaluated=1), {})} == {0, 10, 30, 40}
 
 
 def test_a_writer_and_two_collectors_at_once(tmp_path: Path):

@@ -22,7 +22,7 @@ from rollouts.chat.chat_tokens import ChatTokens
 from settings.errors import InvalidInput
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
-from tasks.checks.preflight import check_run, load_tasks
+from tasks.checks.preflight import check_run, load_tasks, load_workflow
 from tasks.checks.trial import check_references
 from tests.builders import a_config
 from tests.unit.rollouts.chat.template_families import byte_tokenizer, tokenizer_of
@@ -411,6 +411,11 @@ def test_a_learning_rate_that_is_unusual_for_the_model_is_a_warning_of_every_sta
         ({"batch_size": 7}, "batch_size = 7 prompts, but split 'train' has 3 tasks, .* up to 3 times: .* at most 3"),
         ({"tracking": "http://127.0.0.1:9"}, "tracking = 'http://127.0.0.1:9': no server answers"),
         ({"tracking": "nonsense://x"}, "tracking = 'nonsense://x': MLflow knows no nonsense://"),
+        (
+            {"tracking": "mlruns"},
+            "tracking = 'mlruns': MLflow writes into no folder any more; use a file, sqlite:///mlr",
+        ),
+        ({"tracking": "file:///x/y"}, "tracking = 'file:///x/y': .* use a file, sqlite:////x/y/mlflow.db, or http"),
         ({"tracking": "http://[::1"}, r"tracking = 'http://\[::1' is no address: Invalid IPv6 URL"),
         (
             {"tracking": "postgresql://h:99999/x"},
@@ -568,6 +573,37 @@ def test_an_agent_that_blocks_a_thread_is_tried_through_the_endpoint_as_a_run_pl
     config = a_config(workflow=f"{file}:Agent", guided_decoding=forced, tool_parser="hermes", attempt_timeout=60.0)
     workflow = load_object(config.workflow)(None)
     assert check_references(workflow, load_tasks(workflow, config), config, num_tasks=6) == 12
+
+
+def test_tasks_that_take_long_to_make_are_named_while_they_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A start that waits for the user's code, and says nothing, looks as if it hung."""
+
+    def told() -> bool:
+        return any("mine.py" in message for message in caplog.messages)
+
+    monkeypatch.setattr(threading, "told", told, raising=False)
+    monkeypatch.setattr("tasks.checks.playing._BLOCKED_SECONDS", 0.2)
+    file = tmp_path / "mine.py"
+    file.write_text(_SLOW)
+    config = a_config(workflow=f"{file}:Mine")
+    assert load_tasks(load_workflow(config), config)
+    assert re.search(r"has taken 0 s, and the start waits for it\n  at .*mine\.py:[78] in tasks: ", caplog.text)
+
+
+_SLOW = """
+import threading, time
+from millrace import Task, Workflow
+
+class Mine(Workflow):
+    def tasks(self, split):
+        while not threading.told():
+            time.sleep(0.1)
+        return [Task(id="a", prompt="a")]
+    async def run(self, task, chat):
+        return 1.0
+"""
 
 
 def test_code_that_holds_up_every_attempt_is_named_while_it_does(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from types import SimpleNamespace
@@ -10,16 +9,14 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from prefect.exceptions import TerminationSignal
 from prefect.logging import handlers
-from prefect.states import Cancelled, Failed, exception_to_crashed_state
+from prefect.states import Cancelled, Failed
 
 from storage.log.entries import Evaluation, Step
 from tasks.prefect import run_logs
 from tasks.prefect.run_logs import (
     MOST_LINES,
     Progress,
-    is_no_end,
     is_no_error_of_a_user,
     kept_for_prefect,
     log_evaluation,
@@ -84,16 +81,6 @@ def test_messages_of_every_thread_go_to_the_flow_run_once_and_with_tracebacks(mo
         (str(ids[1]), logging.ERROR, "failed"),
     ]
     assert "ValueError: why" in sent[2]["message"] and "Traceback" in sent[2]["message"]
-
-
-async def test_a_task_that_is_ended_with_its_flow_is_no_crash_and_one_that_dies_is() -> None:
-    shown: list[str] = []
-    for error in (asyncio.CancelledError(), KeyboardInterrupt(), TerminationSignal(15), MemoryError("no room")):
-        state = await exception_to_crashed_state(error)
-        for message in (f"Crash detected! {state.message}", f"Finished in state {state}"):  # as Prefect's task engine
-            record = logging.LogRecord("prefect.task_runs", logging.ERROR, "task_engine.py", 1, message, (), None)
-            shown += [type(error).__name__] if is_no_end(record) else []
-    assert shown == ["MemoryError", "MemoryError"]
 
 
 def test_a_flow_run_that_a_user_ended_is_no_error() -> None:

@@ -1,5 +1,6 @@
 """The base model made on the spot is an ordinary HF folder that starts to learn its demonstrations."""
 
+import logging
 import random
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from settings.warmup import WarmupSettings
 from storage.objects.digests import verify_folder
 from storage.records import Message
+from trainers.model import warmup
 from trainers.model.model import load_model
 from trainers.model.warmup import _tensors, character_tokenizer, make_base_model
 
@@ -98,3 +100,15 @@ def test_every_reply_is_learnt_and_nothing_else() -> None:
 def test_a_width_the_heads_cannot_share_is_refused_at_once(hidden_size: int) -> None:
     with pytest.raises(ValueError, match="multiple of 32"):
         WarmupSettings(hidden_size=hidden_size)
+
+
+def test_it_says_how_far_it_is_by_the_clock_and_where_it_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not every so many updates, which take minutes if replies are long."""
+    monkeypatch.setattr(warmup, "SECONDS_BETWEEN_LINES", 0.0)
+    with caplog.at_level(logging.INFO, logger="millrace.warmup"):
+        _make(tmp_path / "model", num_layers=1)
+    steps = [message.partition(", loss")[0] for message in caplog.messages]
+    assert steps == [f"base model: step {step} of at most 3" for step in (1, 2, 3)]
+    assert all(", wanted 0.01, " in message for message in caplog.messages)

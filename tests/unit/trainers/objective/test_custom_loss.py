@@ -54,6 +54,8 @@ def test_a_loss_in_a_module_is_found_by_its_dotted_name() -> None:
     [
         ("trainers.objective.losses", "is not an import path"),
         (":f", "is not an import path"),
+        ("losses.py:f:g", "is not an import path"),
+        ("pyproject.toml:f", "is not an import path"),
         ("no_such_package.losses:f", "No module named 'no_such_package'"),
         ("nowhere/at_all.py:f", "no file .*nowhere/at_all.py; paths in a run file are relative"),
         ("trainers.objective.losses:clip_los", "no 'clip_los'; import it from .millrace."),
