@@ -34,7 +34,7 @@ from cli.terminal.console import open_console
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.draws import seed_of
-from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.engines.vllm.vllm_engine import VllmEngine
 from rollouts.production.attempts import Player
 from rollouts.production.prompts import Prompt, PromptOrder
 from rollouts.rewards.scoring import RewardPool

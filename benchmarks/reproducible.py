@@ -29,7 +29,7 @@ from rich.table import Table
 
 from cli.terminal.console import open_console
 from rollouts.engines.engine import Generation
-from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.engines.vllm.vllm_engine import VllmEngine
 from storage.objects.digests import seal_folder
 from storage.records import Sampling
 

@@ -38,7 +38,7 @@ from cli.terminal.console import open_console
 from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.engine import UpdateMode, WeightUpdate
-from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.engines.vllm.vllm_engine import VllmEngine
 from rollouts.production.attempts import Player
 from rollouts.production.executor import Executor
 from rollouts.production.prompts import Prompt, PromptOrder

@@ -22,8 +22,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rollouts.engines.vllm_engine import VllmEngine
-from rollouts.engines.vllm_worker import results
+from rollouts.engines.vllm.vllm_engine import VllmEngine
+from rollouts.engines.vllm.worker_extension import results
 from storage.objects.digests import seal_folder
 
 

@@ -19,7 +19,8 @@ from settings.errors import counted
 from settings.places.state_folder import home
 from storage.log.entries import Evaluation, LogEntry, Policy, Session, Step
 from storage.log.run_log import RunLog
-from storage.log.runs import own_scores, run_config
+from storage.log.runs import run_config
+from storage.log.scores import own_scores
 
 
 class Follower:

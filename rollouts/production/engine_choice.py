@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import vllm_source
 from rollouts.engines.engine import Engine
-from rollouts.engines.vllm_core import is_cpu_build
+from rollouts.engines.vllm.core_start import is_cpu_build
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
@@ -139,7 +139,7 @@ def make_engine(
     experts of their tokens."""
     match settings.kind:
         case "vllm":
-            from rollouts.engines.vllm_engine import VllmEngine
+            from rollouts.engines.vllm.vllm_engine import VllmEngine
 
             # With vLLM's parser, a grammar begins behind the thoughts.
             thinks = settings.guided_decoding and settings.reasoning_parser not in ("auto", "none")

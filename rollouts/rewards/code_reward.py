@@ -3,7 +3,7 @@
 In: a reply with a block of Python, and tests. Out: a float from 0 to 1.
 
     stdin/stdout pairs   the code runs in a new sandbox for each pair; its output is compared here
-    all other tests      the code in one sandbox, the tests in another, which calls it (see `sandbox/solution.py`)
+    all other tests      the code in one sandbox, the tests in another, which calls it (`sandbox/code_tests/`)
 
 It runs in a reward process, like every reward. The sandboxes are children of that process and die with it.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.rewards.code_blocks import python_block
-from rollouts.sandbox.code_tests import CannotRun, check_imports, read_tests
+from rollouts.sandbox.code_tests.plan import CannotRun, check_imports, read_tests
 from rollouts.sandbox.sandbox import (
     SandboxedProcess,
     check_started,

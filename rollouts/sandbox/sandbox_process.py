@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollouts.sandbox.check import check
+from rollouts.sandbox.code_tests.check import check
+from rollouts.sandbox.code_tests.solution import Solution, run_module, serve
+from rollouts.sandbox.code_tests.wire import send
 from rollouts.sandbox.sandbox_rules import die_with_parent, lock_down
-from rollouts.sandbox.solution import Solution, run_module, serve
-from rollouts.sandbox.wire import send
 
 
 def main() -> None:

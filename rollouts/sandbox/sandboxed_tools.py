@@ -25,7 +25,7 @@ from typing import Any
 
 from infra.user_code import path_of
 from rollouts.chat.tools import ToolUnavailable, tool
-from rollouts.sandbox.crossing_exceptions import exception_of
+from rollouts.sandbox.code_tests.crossing_exceptions import exception_of
 from rollouts.sandbox.sandbox import SandboxedProcess, own_folder, require_sandbox, run_script, write_text
 from settings.errors import InvalidInput
 from settings.redaction import read_json

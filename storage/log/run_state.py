@@ -13,12 +13,11 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from settings.errors import UserError
 from storage.log import entries as records
-from storage.log.columns import Columns, columns_of
-from storage.log.entries import OUTCOMES, Entry, LogEntry
+from storage.log.entries import OUTCOMES, Entry, LogEntry, claimed_groups
 from storage.log.history import History, Positions, RecordList, RecordMap
 
 
@@ -28,6 +27,70 @@ class Conflict(UserError):
 
 class LogDamaged(UserError):
     """An entry cannot be read, or contradicts the ones before; the message names it."""
+
+
+class Columns(NamedTuple):
+    """What the fold needs of one entry; a segment stores it beside the entry's JSON. None if its kind has none.
+
+    Frequent kinds are folded from their columns alone, so opening a long run decodes none of them. For all other kinds
+    the fold reads the record: a new kind needs nothing here.
+    """
+
+    kind: str
+    key: str
+    """What the fold looks the entry up by, in text."""
+    written_at: float
+    num_rows: int | None = None
+    """Of a training shard; None for the shard of an evaluation."""
+    group_ids: list[str] | None = None
+    """Of a training shard, or of a step's claim."""
+    positions: list[int] | None = None
+    """Of a training shard's groups, or of a lease."""
+    retried: list[bool] | None = None
+    """Of a training shard's groups."""
+    outcomes: list[int] | None = None
+    """Of a claim's groups, as places in `OUTCOMES`."""
+
+
+def columns_of(entry: LogEntry) -> Columns:
+    """The columns of an entry."""
+    kind, written_at = entry.kind, entry.written_at
+    match entry.body:
+        case records.Shard(is_eval=False) as shard:
+            return Columns(
+                kind,
+                shard.id,
+                written_at,
+                num_rows=shard.num_rows,
+                group_ids=[group.id for group in shard.groups],
+                positions=[group.position for group in shard.groups],
+                retried=[group.retried for group in shard.groups],
+            )
+        case records.Step() as step:
+            claimed = claimed_groups(step)
+            return Columns(
+                kind,
+                str(step.policy.version),
+                written_at,
+                group_ids=[group.group_id for _, group in claimed],
+                outcomes=[OUTCOMES.index(outcome) for outcome, _ in claimed],
+            )
+        case records.Lease(holder=holder, positions=positions):
+            return Columns(kind, holder, written_at, positions=positions)
+        case records.Policy(version=version) | records.Registration(version=version):
+            return Columns(kind, str(version), written_at)
+        case (
+            records.Session(id=key)
+            | records.Shard(id=key)
+            | records.Alias(name=key)
+            | records.Rescore(name=key)
+            | records.Join(holder=key)
+        ):
+            return Columns(kind, key, written_at)
+        case records.Release(holder=key) | records.Evaluation(shard_id=key) | records.Quarantine(shard_id=key):
+            return Columns(kind, key, written_at)
+        case _:
+            return Columns(kind, "", written_at)
 
 
 @dataclass

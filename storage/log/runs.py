@@ -23,9 +23,9 @@ from settings.places.hints import command
 from settings.places.run_paths import absolute_paths, local_paths, moved_paths, recorded_paths
 from settings.places.state_folder import home
 from settings.redaction import read_json, without_secrets
-from storage.log.entries import Evaluation, Outcome, Policy
+from storage.log.entries import Outcome, Policy
 from storage.log.run_log import RunLog
-from storage.log.run_state import LogDamaged, RunState
+from storage.log.run_state import LogDamaged
 from storage.objects.digests import sha256_of, sha256_of_json
 from storage.objects.object_store import LocalStore, ObjectStore
 from storage.objects.opening import probe
@@ -263,42 +263,6 @@ def _parsed(document: bytes, *, source: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         problem = repr(error)
     raise LogDamaged(f"{source} cannot be read: {problem}; put it back from a copy of the store")
-
-
-def own_evaluations(state: RunState, settings: dict[str, Any]) -> list[Evaluation]:
-    """Evaluations on the run's own split and its present tasks, asked as the run asks them, in the log's order.
-
-    `settings` are the run's `evaluation`.
-    """
-    return [each for each in state.evaluations_of(settings.get("split", "test")) if _is_asked_by(each, settings)]
-
-
-def own_scores(log: RunLog, config: dict[str, Any]) -> list[Evaluation]:
-    """The run's own evaluations that have a score, by policy version: what "before" and "after" mean of a run. If there
-    are none, those of its split that were asked as the newest.
-
-    `config` is the run's configuration, see `run_config`.
-    """
-    its = config.get("evaluation", {})
-    scores = [each for each in log.state.evaluations_of(its.get("split", "test")) if not each.failed]
-    own = [each for each in own_evaluations(log.state, its) if not each.failed]
-    alike = own or [each for each in scores if _how_asked(each) == _how_asked(scores[-1])]
-    return sorted(alike, key=lambda evaluation: evaluation.version)
-
-
-def _is_asked_by(evaluation: Evaluation, settings: dict[str, Any]) -> bool:
-    """True for as many problems, attempts and the temperature as these settings ask, as far as the log says."""
-    most = settings.get("num_tasks", evaluation.num_tasks)
-    num_tasks = evaluation.num_tasks if evaluation.tasks is None else evaluation.tasks.count
-    return (
-        evaluation.num_tasks == min(most, num_tasks)
-        and evaluation.n_samples in (0, settings.get("n_samples", evaluation.n_samples))
-        and evaluation.temperature in (None, settings.get("temperature", evaluation.temperature))
-    )
-
-
-def _how_asked(evaluation: Evaluation) -> tuple[int, int, float | None]:
-    return evaluation.num_tasks, evaluation.n_samples, evaluation.temperature
 
 
 @contextlib.contextmanager

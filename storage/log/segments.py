@@ -20,10 +20,9 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from storage.log.columns import Columns, columns_of
 from storage.log.entries import LogEntry
 from storage.log.history import RecordList, decode_entry
-from storage.log.run_state import LogDamaged
+from storage.log.run_state import Columns, LogDamaged, columns_of
 from storage.objects.tables import ipc_bytes
 
 _DIGEST = hashlib.sha256().digest_size

@@ -17,7 +17,7 @@ from settings.redaction import as_markdown, as_markdown_code
 from storage.log.entries import OUTCOMES, Session, Step
 from storage.log.promotion import CHAMPION
 from storage.log.run_log import RunLog
-from storage.log.runs import own_scores
+from storage.log.scores import own_scores
 from storage.shards.schema import SCHEMA
 
 ABOUT = (

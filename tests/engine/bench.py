@@ -14,7 +14,7 @@ import pytest
 
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, WeightUpdate
-from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.engines.vllm.vllm_engine import VllmEngine
 from storage.objects.digests import verify_folder
 from storage.policies.adapters import has_adapter
 from storage.records import Message, Sampling

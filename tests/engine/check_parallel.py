@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from rollouts.engines.engine import EngineError, Generation
-from rollouts.engines.vllm_engine import VllmEngine
-from rollouts.engines.vllm_worker import results
+from rollouts.engines.vllm.vllm_engine import VllmEngine
+from rollouts.engines.vllm.worker_extension import results
 from storage.records import Sampling
 from tests.engine.bench import Bench
 from tests.engine.check_engine import (

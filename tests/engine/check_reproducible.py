@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from rollouts.engines.batch_probe import check_batches
 from rollouts.engines.engine import Generation
-from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.engines.vllm.batch_probe import check_batches
+from rollouts.engines.vllm.vllm_engine import VllmEngine
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_json
 from storage.records import Sampling

@@ -20,8 +20,8 @@ from pathlib import Path, PurePath
 from typing import Any, TextIO
 from uuid import UUID
 
-from rollouts.sandbox.crossing_exceptions import exception_class, make_exception, names_of
-from rollouts.sandbox.shared_containers import KINDS, Shared, empty, facts_of, fill, kind_of
+from rollouts.sandbox.code_tests.crossing_exceptions import exception_class, make_exception, names_of
+from rollouts.sandbox.code_tests.shared_containers import KINDS, Shared, empty, facts_of, fill, kind_of
 
 _PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, list, tuple),

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollouts.engines import vllm_core
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
-from rollouts.engines.vllm_core import cache_bytes
-from rollouts.engines.vllm_engine import TRIES, VllmEngine
-from rollouts.engines.vllm_requests import routes_of
+from rollouts.engines.vllm import core_start
+from rollouts.engines.vllm.core_start import cache_bytes
+from rollouts.engines.vllm.requests import routes_of
+from rollouts.engines.vllm.vllm_engine import TRIES, VllmEngine
 from settings.errors import InvalidInput
 from storage.objects.digests import seal_folder
 from storage.records import Sampling
@@ -46,7 +46,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, members in fakes.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
-    monkeypatch.setattr("rollouts.engines.vllm_core.IMPORTED", [])
+    monkeypatch.setattr("rollouts.engines.vllm.core_start.IMPORTED", [])
 
 
 class _Bench:
@@ -412,7 +412,7 @@ async def test_weights_that_did_not_come_back_from_a_sleep_are_noticed(bench: _B
 async def test_an_engine_that_cannot_be_woken_ends_its_process(bench: _Bench, monkeypatch: pytest.MonkeyPatch):
     """A process that only sleeps would hold a part of the GPU for nothing."""
     ended: list[int] = []
-    monkeypatch.setattr("rollouts.engines.vllm_engine.os._exit", ended.append)
+    monkeypatch.setattr("rollouts.engines.vllm.vllm_engine.os._exit", ended.append)
     bench.engine._ends_process = True
     bench.vllm = FakeVllm(bench.policy(1))
     await bench.start()
@@ -527,7 +527,7 @@ def test_routes_are_those_of_the_tokens_that_are_kept_and_too_few_are_the_engine
 @pytest.mark.parametrize(
     ("is_cpu", "runner", "expected"),
     [
-        (True, "", {"enforce_eager": True, "scheduler_cls": "rollouts.engines.vllm_routes.RoutingScheduler"}),
+        (True, "", {"enforce_eager": True, "scheduler_cls": "rollouts.engines.vllm.routes.RoutingScheduler"}),
         (True, "1", {"enable_return_routed_experts": True}),
         (False, "", {"enable_return_routed_experts": True}),
     ],
@@ -535,6 +535,6 @@ def test_routes_are_those_of_the_tokens_that_are_kept_and_too_few_are_the_engine
 def test_routes_are_captured_by_vllm_where_it_can(
     monkeypatch: pytest.MonkeyPatch, is_cpu: bool, runner: str, expected: dict[str, Any]
 ):
-    monkeypatch.setattr(vllm_core, "is_cpu_build", lambda: is_cpu)
+    monkeypatch.setattr(core_start, "is_cpu_build", lambda: is_cpu)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
-    assert vllm_core.with_routes() == expected
+    assert core_start.with_routes() == expected

@@ -11,8 +11,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from rollouts.sandbox.unsupported import Function
-from rollouts.sandbox.wire import DATA_NAMES
+from rollouts.sandbox.code_tests.unsupported import Function
+from rollouts.sandbox.code_tests.wire import DATA_NAMES
 
 _ASSERTS = ("Equal", "Equals", "Less", "LessEqual", "Greater", "GreaterEqual")
 _COMPARES = ast.Eq | ast.In | ast.Lt | ast.LtE | ast.Gt | ast.GtE

@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.engines.engine import EngineError
-from rollouts.engines.vllm_core import is_cpu_build
-from rollouts.engines.vllm_requests import prompt_logprobs
-from rollouts.engines.vllm_worker import ReloadExtension, answering, results
+from rollouts.engines.vllm.core_start import is_cpu_build
+from rollouts.engines.vllm.requests import prompt_logprobs
+from rollouts.engines.vllm.worker_extension import ReloadExtension, answering, results
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_file, sha256_of_json
 from storage.objects.tensor_digests import tensor_digests
 from storage.policies.adapters import ADAPTER_WEIGHTS, adapter_layers
 from storage.policies.model_config import model_config
 
-EXTENSION = "rollouts.engines.vllm_lora.AdapterExtension"
+EXTENSION = "rollouts.engines.vllm.adapter_slot.AdapterExtension"
 _SLOT_ID = 1  # vLLM counts from 1; 0 is no adapter
 _PROMPT = list(range(8))
 _VISIBLE = 1e-3  # nats, far above rounding: the check at the start must change a logprob by more
@@ -100,7 +100,7 @@ class AdapterExtension(ReloadExtension):
         """
         from vllm.lora.request import LoRARequest
 
-        from rollouts.engines.vllm_repairs import rotate_by_heads
+        from rollouts.engines.vllm.repairs import rotate_by_heads
 
         rotate_by_heads(self.model_runner.get_model())
         manager = self.model_runner.lora_manager

@@ -22,8 +22,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rollouts.sandbox.classes_of_code import classes_of_code, met_with_data
-from rollouts.sandbox.unsupported import Function, unsupported
+from rollouts.sandbox.code_tests.classes_of_code import classes_of_code, met_with_data
+from rollouts.sandbox.code_tests.unsupported import Function, unsupported
 
 _SET_UPS = ("setup_module", "teardown_module", "setup_function", "teardown_function", "setUpModule", "tearDownModule")
 _LATE_SKIPS = ("skipTest", "SkipTest", "importorskip")

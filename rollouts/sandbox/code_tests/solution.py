@@ -1,6 +1,6 @@
 """The code under test and its tests, in two sandboxes: what crosses between them, and both ends of it.
 
-    tests (code_tests.py)  ── {"do": "call", "arguments": [apply, key, 2]} ─▶  serve (the policy's code)
+    tests (plan.py) ──────── {"do": "call", "arguments": [apply, key, 2]} ─▶  serve (the policy's code)
                            ◀───────── {"do": "call", "arguments": [key, 2]} ──   a function that the tests passed
                            ── {"value": 4} ─▶
                            ◀──────────────────────────────── {"value": 4} ──
@@ -24,7 +24,7 @@ import types
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollouts.sandbox.wire import DOES, Gone, Link, named
+from rollouts.sandbox.code_tests.wire import DOES, Gone, Link, named
 
 
 def run_module(name: str, file: Path) -> dict[str, Any]:

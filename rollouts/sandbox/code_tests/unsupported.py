@@ -1,6 +1,6 @@
 """What tests use that has no effect on code in another process, or does not reach it.
 
-In: tests, parsed. Out: sentences that name the line, for `code_tests.py` to refuse the tests with.
+In: tests, parsed. Out: sentences that name the line, for `plan.py` to refuse the tests with.
 """
 
 from __future__ import annotations

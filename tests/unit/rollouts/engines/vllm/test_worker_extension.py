@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollouts.engines.engine import EngineError
-from rollouts.engines.vllm_worker import answering, results
+from rollouts.engines.vllm.worker_extension import answering, results
 
 
 class _Worker:

@@ -10,7 +10,7 @@ Running requests, by mode:
     abort  are ended by vLLM; `generate` continues each as a new request, from its prompt and the tokens it has.
 vLLM stamps every finished output with the versions of its tokens.
 
-With adapters (LoRA) `load_policy` fills the one adapter slot, or on CPUs merges each with the base: `vllm_lora.py`.
+With adapters (LoRA) `load_policy` fills the one adapter slot, or on CPUs merges each with the base: `adapter_slot.py`.
 
     sleep:        pause(mode) ─▶ vLLM drops weights and cache, or copies the base of adapters to the host
     load_policy:  wake weights ─▶ all zeros ─▶ as above ─▶ no tensor stayed zero ─▶ wake cache ─▶ resume
@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from infra.weight_broadcast import Broadcast
-from rollouts.engines.batch_probe import check_batches, check_drafts
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, Until, UpdateMode, WeightUpdate
-from rollouts.engines.vllm_core import CoreStart, for_model, in_every_batch, with_routes
-from rollouts.engines.vllm_lora import adapter_arguments, merges, slot_request
-from rollouts.engines.vllm_requests import (
+from rollouts.engines.vllm.adapter_slot import adapter_arguments, merges, slot_request
+from rollouts.engines.vllm.batch_probe import check_batches, check_drafts
+from rollouts.engines.vllm.core_start import CoreStart, for_model, in_every_batch, with_routes
+from rollouts.engines.vllm.held_weights import HeldWeights, Weights, weights_in
+from rollouts.engines.vllm.requests import (
     Draws,
     end_token_ids,
     prompt_logprobs,
@@ -42,8 +43,7 @@ from rollouts.engines.vllm_requests import (
     sampling_parameters,
     with_draws,
 )
-from rollouts.engines.vllm_weights import HeldWeights, Weights, weights_in
-from rollouts.engines.vllm_worker import results
+from rollouts.engines.vllm.worker_extension import results
 from settings.errors import InvalidInput
 from storage.records import Sampling
 
@@ -93,7 +93,7 @@ class VllmEngine:
             "skip_tokenizer_init": not guided_decoding,
             "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
             "disable_log_stats": True,
-            "worker_extension_cls": "rollouts.engines.vllm_worker.ReloadExtension",
+            "worker_extension_cls": "rollouts.engines.vllm.worker_extension.ReloadExtension",
             **(adapter_arguments(lora_rank) if self._has_slot else {}),
             **arguments,
             **(in_every_batch() if reproducible else {}),

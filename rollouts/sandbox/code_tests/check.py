@@ -1,4 +1,4 @@
-"""The program `check` in a sandbox: runs tests of code as `code_tests.py` reads them.
+"""The program `check` in a sandbox: runs tests of code as `plan.py` reads them.
 
 In: the tests, and the code under test as `Solution`. Out: the number of tests, then a verdict on each.
 """
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollouts.sandbox.code_tests import LIBRARY, CannotRun, Function, TestPlan, read_tests
-from rollouts.sandbox.solution import Solution
-from rollouts.sandbox.wire import send, type_of
+from rollouts.sandbox.code_tests.plan import LIBRARY, CannotRun, Function, TestPlan, read_tests
+from rollouts.sandbox.code_tests.solution import Solution
+from rollouts.sandbox.code_tests.wire import send, type_of
 
 
 def check(source: str, solution: Solution, verdicts: TextIO, *, as_leetcode: bool = False) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.engine import EngineError
-from rollouts.engines.vllm_lora import check_applied
-from rollouts.engines.vllm_worker import results
+from rollouts.engines.vllm.adapter_slot import check_applied
+from rollouts.engines.vllm.worker_extension import results
 from storage.objects.digests import read_seal, sha256_of_json
 from storage.objects.tensor_digests import is_zero
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
