@@ -81,7 +81,7 @@ class Hosted:
         process is gone; `RayLost` when all are.
         """
         try:
-            return await self._answer(self._actor.call.remote(method, arguments, keywords), method)
+            return await self._awaited(self._actor.call.remote(method, arguments, keywords), method)
         except Exception as error:
             if method != "open" or isinstance(error, UserError):
                 raise
@@ -90,12 +90,12 @@ class Hosted:
 
     async def rendezvous(self) -> tuple[str, int]:
         """Address of the process's node and a port that is free there."""
-        address, port = await self._answer(self._actor.rendezvous.remote(), "rendezvous")
+        address, port = await self._awaited(self._actor.rendezvous.remote(), "rendezvous")
         return str(address), int(port)
 
     async def prepare(self, environment: dict[str, str]) -> None:
         """Set environment variables over there before the object is opened."""
-        await self._answer(self._actor.prepare.remote(environment), "prepare")
+        await self._awaited(self._actor.prepare.remote(environment), "prepare")
 
     def kill(self) -> None:
         """End the process at once."""
@@ -109,11 +109,11 @@ class Hosted:
         if self._placement is not None:
             self._placement.give_back()
 
-    async def _answer(self, asked: Any, method: str) -> Any:
+    async def _awaited(self, reply: Any, method: str) -> Any:
         from ray.exceptions import RayActorError
 
         try:
-            return await _result(asked, self.name, self._watch)
+            return await _result(reply, self.name, self._watch)
         except RayActorError as error:
             if reason := self._watch.raylet_is_gone():
                 raise RayLost(reason) from error
@@ -366,12 +366,12 @@ def _keep(file: Path, message: dict[str, Any], **_: Any) -> None:
         log.writelines(f"{line}\n" for line in message["lines"])
 
 
-async def _result(asked: Awaitable[Any], name: str, watch: Watch) -> Any:
+async def _result(reply: Awaitable[Any], name: str, watch: Watch) -> Any:
     """What the process `name` returns. What it raised there is raised here, its traceback as a note."""
     from ray.exceptions import RayError, RayTaskError, UnserializableException
 
     try:
-        return await watch.unless_lost(asked)
+        return await watch.unless_lost(reply)
     except (RayTaskError, UnserializableException) as error:
         text = str(error).rpartition("Original exception:\n")[2]
         text = re.sub(r"^.*ray::.*$", _HEADER, text, count=1, flags=re.MULTILINE)  # Ray's own first line

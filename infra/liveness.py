@@ -138,14 +138,14 @@ def _below(driver: psutil.Process) -> list[psutil.Process]:
     for process in driver.children(recursive=True):  # each call reads the parents of all processes of the machine
         with contextlib.suppress(psutil.Error):
             children[process.ppid()].append(process)
-    found = []
+    watched = []
     for child in children[driver.pid]:
-        found.append(child)
+        watched.append(child)
         for worker in children[child.pid]:
-            found.append(worker)
+            watched.append(worker)
             with contextlib.suppress(psutil.Error):
-                found += [each for each in children[worker.pid] if each.name().startswith("VLLM")]
-    return found
+                watched += [each for each in children[worker.pid] if each.name().startswith("VLLM")]
+    return watched
 
 
 def _with_argument(text: str) -> psutil.Process | None:

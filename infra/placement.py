@@ -171,9 +171,9 @@ class Placement:
         """Options of the Ray actor that uses one bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        taken = self._bundles[number]
+        resources = self._bundles[number]
         inside = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
-        return {"num_cpus": taken["CPU"], "num_gpus": taken.get("GPU", 0), "scheduling_strategy": inside}
+        return {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "scheduling_strategy": inside}
 
     def give_back(self) -> None:
         """Free the devices, and kill a process that still uses them. A second call does nothing."""

@@ -144,8 +144,8 @@ class Key:
 def keys(model: type[BaseModel]) -> tuple[Key, ...]:
     """Every key of a model in the order of its fields, those at the top level first."""
     schema = model.model_json_schema()
-    found = list(_walk(schema, schema.get("$defs", {}), prefix="", kind=""))
-    return tuple(sorted(found, key=lambda key: "." in key.name))
+    settings = list(_walk(schema, schema.get("$defs", {}), prefix="", kind=""))
+    return tuple(sorted(settings, key=lambda key: "." in key.name))
 
 
 def nearest(name: str, model: type[BaseModel]) -> str:
@@ -155,12 +155,12 @@ def nearest(name: str, model: type[BaseModel]) -> str:
     """
     table, _, last = name.rpartition(".")
     names = list(dict.fromkeys(key.name for key in keys(model)))
-    names += sorted({known.rpartition(".")[0] for known in names} - {""})
+    names += sorted({key.rpartition(".")[0] for key in names} - {""})
     # Those beside it first, then those of its name.
-    names.sort(key=lambda known: (known.rpartition(".")[0] != table, known.rpartition(".")[2] != last))
-    longer = [known for known in names if known.rpartition(".")[2].startswith(last)]
-    by_last_name = {known.rpartition(".")[2]: known for known in reversed(names)}
-    siblings = [known.rpartition(".")[2] for known in names if known.rpartition(".")[0] == table]
+    names.sort(key=lambda key: (key.rpartition(".")[0] != table, key.rpartition(".")[2] != last))
+    longer = [key for key in names if key.rpartition(".")[2].startswith(last)]
+    by_last_name = {key.rpartition(".")[2]: key for key in reversed(names)}
+    siblings = [key.rpartition(".")[2] for key in names if key.rpartition(".")[0] == table]
     word = last.lower().removeprefix("vllm_")
     close = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
     close = close or difflib.get_close_matches(last, by_last_name, n=1, cutoff=0.8)

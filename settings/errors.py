@@ -79,12 +79,12 @@ def missing_package(module: str | None) -> MissingPackage | None:
 @cache
 def _extra_of(name: str) -> str:
     """The extra that brings a package, a small one first; empty if none does, or if tests alone do."""
-    found = []
+    extras = []
     for row in importlib.metadata.requires("millrace") or ():
-        of, extra = re.match(r"[\w.-]+", row), re.search(r"""extra == ['"](\w+)""", row)
-        if of and extra and of[0].removesuffix("-cpu") == name and extra[1] != "test":
-            found.append(extra[1])
-    return min(found, key=_WHOLE.__contains__, default="")
+        package, extra = re.match(r"[\w.-]+", row), re.search(r"""extra == ['"](\w+)""", row)
+        if package and extra and package[0].removesuffix("-cpu") == name and extra[1] != "test":
+            extras.append(extra[1])
+    return min(extras, key=_WHOLE.__contains__, default="")
 
 
 @contextlib.contextmanager

@@ -369,7 +369,7 @@ def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None
 def _explain(problem: Any) -> str:
     key, model = _locate(problem["loc"])
     if problem["type"] == "extra_forbidden":
-        if kinds := [repr(known.kind) for known in keys(RunConfig) if known.name == key]:
+        if kinds := [repr(setting.kind) for setting in keys(RunConfig) if setting.name == key]:
             return f"{key}: no such key here; it is for {key.rpartition('.')[0]}.kind = {' or '.join(kinds)}"
         close = nearest(key, RunConfig)
         there = f"there are: {', '.join(model.model_fields)}"

@@ -105,25 +105,25 @@ def _by_name(folder: Path, split: str, *, dataset: str) -> list[Path]:
     relative = [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file() and kind_of(file)]
     relative = [file for file in relative if not any(part.startswith((".", "__")) for part in file.parts)]
     others = [*itertools.chain(*_HELD_OUT)] if split in _TRAIN else [*_TRAIN]
-    found: dict[Path, Path] = {}  # → itself, or the folder that is the split's
+    place_of: dict[Path, Path] = {}  # → itself, or the folder that is the split's
     for word in dict.fromkeys(_words(split)):
         for file in relative:
             above = [number for number, part in enumerate(file.parts[:-1], start=1) if _says(part, [word])]
             if _says(file.name, [word]) or (above and not _says(file.name, others)):
-                found[file] = Path(*file.parts[: above[-1]]) if above else file
-        if found:
+                place_of[file] = Path(*file.parts[: above[-1]]) if above else file
+        if place_of:
             break
     is_usual = word in (*_TRAIN, *itertools.chain(*_HELD_OUT))  # and not `train_sft`
-    if both := [str(file) for file in found if is_usual and _says(file.name, [word]) and _says(file.name, others)]:
+    if both := [str(file) for file in place_of if is_usual and _says(file.name, [word]) and _says(file.name, others)]:
         what = f"{', '.join(both)} is named for training and for being held out"
         raise InvalidInput(f"dataset = {dataset!r}: {what}; rename it, or say in README.md under `configs` whose it is")
-    if len(parents := sorted({str(place.parent) for place in found.values()})) > 1:
+    if len(parents := sorted({str(place.parent) for place in place_of.values()})) > 1:
         raise InvalidInput(
             f"dataset = {dataset!r}: split {split!r} is there in several configurations, {', '.join(parents)}; name "
             f"one, such as dataset = {f'{dataset}/{parents[-1]}'!r}"
         )
     series: dict[tuple[str, ...], list[Path]] = {}  # files whose names differ in their number alone
-    for file, place in found.items():
+    for file, place in place_of.items():
         stem = place.name.lower().partition(kind_of(file))[0] if place == file else f"{place.name.lower()}/"
         if match := _NUMBERED.fullmatch(stem):
             series.setdefault(match.groups(default=""), []).append(file)
@@ -131,7 +131,7 @@ def _by_name(folder: Path, split: str, *, dataset: str) -> list[Path]:
     are_splits = all(of for *_, of in series)  # as in `train-0-of-2` and `train_sft-0-of-1`
     series = whole if are_splits and whole else series
     if len(series) > 1 and (are_splits or whole):
-        names = " or ".join(sorted(found[files[0]].as_posix() for files in series.values()))
+        names = " or ".join(sorted(place_of[files[0]].as_posix() for files in series.values()))
         fix = "name one file, or say in README.md under `configs` which files it is"
         raise InvalidInput(f"dataset = {dataset!r}: split {split!r} may be {names}; {fix}")
     return sorted(folder / file for files in series.values() for file in files)

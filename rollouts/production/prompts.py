@@ -73,11 +73,11 @@ def task_set(state: RunState, tasks: Sequence[Task], *, run: str, split: str = "
         )
     if split != "train":
         return given
-    asked = max(state.positions, default=-1) + 1
-    last_epoch = recorded.first_epoch + (asked - recorded.first_position) // recorded.count
-    # Epochs are left out for the positions before `asked` that came to nothing: no group's id occurs twice.
-    left_out = math.ceil(asked / given.count)
-    return dataclasses.replace(given, first_position=asked, first_epoch=last_epoch + 1 + left_out)
+    first_free = max(state.positions, default=-1) + 1
+    last_epoch = recorded.first_epoch + (first_free - recorded.first_position) // recorded.count
+    # Epochs are left out for the positions before `first_free` that came to nothing: no group's id occurs twice.
+    left_out = math.ceil(first_free / given.count)
+    return dataclasses.replace(given, first_position=first_free, first_epoch=last_epoch + 1 + left_out)
 
 
 class PromptOrder:

@@ -348,7 +348,7 @@ class RolloutWorker:
             async with self.lock:
                 await self._head_start.call_back()
                 look = partial(task_set, run=self.log.run_id, split=split, adopt=adopt_tasks)
-                asked = await asyncio.to_thread(look, self.log.state, tasks)
+                recorded_tasks = await asyncio.to_thread(look, self.log.state, tasks)
             sampling = dataclasses.replace(self._executor.sampling, temperature=settings.temperature)
 
             async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
@@ -366,7 +366,7 @@ class RolloutWorker:
                 shard_bytes=self.config.rollout.shard_bytes,
                 commit=commit,
             )
-            evaluation = dataclasses.replace(evaluation, tasks=asked)
+            evaluation = dataclasses.replace(evaluation, tasks=recorded_tasks)
             async with self.lock:
                 self._check_open()
                 await asyncio.to_thread(self.log.append, evaluation)

@@ -219,12 +219,12 @@ def _run_tests(program: str, code: str, tests: str, folder: Path, *, deadline: f
         write_text(folder / name / f"{name}.py", text)
     left = deadline - time.monotonic()
     requests, asks = os.pipe()
-    answers, tells = os.pipe()
+    replies, tells = os.pipe()
     with (folder / "verdicts").open("wb") as verdicts:
         start = functools.partial(SandboxedProcess, seconds=left, memory_gb=memory_gb)
         server = start("serve", folder / "solution", pass_fds=[requests, tells])
-        checker = start(program, folder / "tests", pass_fds=[asks, answers, verdicts.fileno()])
-    for descriptor in (requests, asks, answers, tells):
+        checker = start(program, folder / "tests", pass_fds=[asks, replies, verdicts.fileno()])
+    for descriptor in (requests, asks, replies, tells):
         os.close(descriptor)  # only the children keep them, so that one notices the end of the other
     checker.wait(deadline)
     server.kill()

@@ -264,10 +264,10 @@ def unit_of(answer: str) -> str:
     answer = _bare(answer)
     if base := _BASE.match(answer):
         return f"base {base[1]}"
-    if not (found := _UNIT.search(answer) or _LETTER_UNIT.match(answer)):
+    if not (unit := _UNIT.search(answer) or _LETTER_UNIT.match(answer)):
         return "dollar" if re.match(r"\s*\\?\$\s*[\d.]", answer) else ""
-    words = re.sub(r"\s*\bper\b\s*", "/", _words(found)).lower().replace(".m.", "m")
-    power = re.sub(r"[^23]", "", found["power"] or "")
+    words = re.sub(r"\s*\bper\b\s*", "/", _words(unit)).lower().replace(".m.", "m")
+    power = re.sub(r"[^23]", "", unit["power"] or "")
     if match := re.match(r"(square|sq|cubic|cu)\.? +", words):
         words, power = words[match.end() :], "2" if match[1].startswith("sq") else "3"
     parts = [_UNITS.get(part) or _UNITS.get(part.removesuffix("s"), "") for part in words.split("/")]

@@ -221,8 +221,8 @@ class RunState:
     def task_set(self, split: str = "train") -> records.TaskSet | None:
         """The tasks of a split since the newest session that says it, or else the newest evaluation."""
         for session in reversed(self.sessions):
-            if found := session.tasks if split == "train" else session.held_out.get(split):
-                return found
+            if tasks := session.tasks if split == "train" else session.held_out.get(split):
+                return tasks
         return next((each.tasks for each in reversed(self.evaluations) if each.split == split and each.tasks), None)
 
     def evaluations_of(self, split: str) -> list[records.Evaluation]:

@@ -184,8 +184,8 @@ class RunLogs:
             except NotFound:
                 damaged[name] = "it has no run.json: it is no run, or is being removed"
             except Exception as error:  # noqa: BLE001 - whatever one run has come to, the others are served
-                known = isinstance(error, UserError | OSError)
-                damaged[name] = without_secrets(str(error) if known else f"{type(error).__name__}: {error}")
+                has_own_sentence = isinstance(error, UserError | OSError)
+                damaged[name] = without_secrets(str(error) if has_own_sentence else f"{type(error).__name__}: {error}")
         return runs, damaged
 
     def open(self, name: str) -> RunLog:

@@ -26,9 +26,9 @@ def own_scores(log: RunLog, config: dict[str, Any]) -> list[Evaluation]:
 
     `config` is the run's configuration, see `run_config`.
     """
-    its = config.get("evaluation", {})
-    scores = [each for each in log.state.evaluations_of(its.get("split", "test")) if not each.failed]
-    own = [each for each in own_evaluations(log.state, its) if not each.failed]
+    settings = config.get("evaluation", {})
+    scores = [each for each in log.state.evaluations_of(settings.get("split", "test")) if not each.failed]
+    own = [each for each in own_evaluations(log.state, settings) if not each.failed]
     alike = own or [each for each in scores if _how_asked(each) == _how_asked(scores[-1])]
     return sorted(alike, key=lambda evaluation: evaluation.version)
 

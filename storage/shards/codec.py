@@ -195,11 +195,11 @@ def _answers(rows: Sequence[_Row]) -> list[list[str | None]]:
 
 def _requests(rows: Sequence[_Row]) -> list[list[dict[str, Any]]]:
     """For each turn of a row what the agent asked for; empty for a row without stop strings and grammars."""
-    asked = [any(turn.stop or turn.stopped_by or turn.constraint for turn in row.turns) for row in rows]
+    has_request = [any(turn.stop or turn.stopped_by or turn.constraint for turn in row.turns) for row in rows]
     names = [field.name for field in REQUEST]
     return [
         [{name: getattr(turn, name) for name in names} for turn in row.turns] if has_any else []
-        for row, has_any in zip(rows, asked, strict=True)
+        for row, has_any in zip(rows, has_request, strict=True)
     ]
 
 

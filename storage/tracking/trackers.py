@@ -38,10 +38,10 @@ class Tracker:
         """Send the rows that the place does not have, and end the run there as its newest session did."""
         log, ended = self._log, outcome(self._log)
         entries = log.entries[self.num_entries :]
-        found = [(entry, *charted(entry)) for entry in entries]
+        charted_entries = [(entry, *charted(entry)) for entry in entries]
         rows = [
             Row(number=self._num_rows + index, step=step, at=entry.written_at, metrics=metrics)
-            for index, (entry, step, metrics) in enumerate(each for each in found if each[2])
+            for index, (entry, step, metrics) in enumerate(each for each in charted_entries if each[2])
         ]
         try:
             if rows and self._place is None:

@@ -26,7 +26,7 @@ from typing import Any
 from rollouts.engines.engine import EngineError
 from rollouts.engines.vllm.core_start import is_cpu_build
 from rollouts.engines.vllm.requests import prompt_logprobs
-from rollouts.engines.vllm.worker_extension import ReloadExtension, answering, results
+from rollouts.engines.vllm.worker_extension import ReloadExtension, results, returning_errors
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_file, sha256_of_json
 from storage.objects.tensor_digests import tensor_digests
@@ -91,7 +91,7 @@ async def _logprobs(llm: Any, adapter: Any) -> list[float]:
 class AdapterExtension(ReloadExtension):
     """Methods callable by `collective_rpc`; `self` is a vLLM worker."""
 
-    @answering
+    @returning_errors
     def load_adapter(self, folder: str) -> tuple[str, str]:
         """Load an adapter folder into the slot, or zeros if `folder` is empty.
 

@@ -135,8 +135,8 @@ def with_routes() -> dict[str, Any]:
 def _with_cache_size(arguments: dict[str, Any], model: Path) -> dict[str, Any]:
     """vLLM's arguments, on CPUs with as much memory for keys and values as all sequences that may run at once can fill,
     from 64 MiB to 1 GiB: vLLM takes what it is given at the start. Unless the user has said how much."""
-    said = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & arguments.keys()
-    if said or os.environ.get("VLLM_CPU_KVCACHE_SPACE") or not is_cpu_build():
+    is_set = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & arguments.keys()
+    if is_set or os.environ.get("VLLM_CPU_KVCACHE_SPACE") or not is_cpu_build():
         return arguments
     return {**arguments, "kv_cache_memory_bytes": cache_bytes(arguments, model_config(model))}
 

@@ -133,11 +133,13 @@ class HeldWeights:
     async def _read_checksum(self) -> str:
         """One digest over those of every tensor in every worker."""
         digests = await self._rpc("weight_digests")
-        self._zeros = {(worker, name) for worker, its in enumerate(digests) for name in its if is_zero(its[name])}
+        self._zeros = {
+            (worker, name) for worker, by_name in enumerate(digests) for name, each in by_name.items() if is_zero(each)
+        }
         return f"{KIND_OF_CHECKSUM}:{sha256_of_json(digests)}"
 
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """What an `answering` method returned in each worker."""
+        """What a `returning_errors` method returned in each worker."""
         return results(await self.call(self._llm.collective_rpc(method, args=arguments)))
 
     async def call(self, call: Coroutine[Any, Any, Any]) -> Any:

@@ -40,8 +40,8 @@ class _Served(Link):
 
     caught = BaseException
 
-    def __init__(self, requests: TextIO, answers: TextIO, file: Path) -> None:
-        super().__init__(requests, answers)
+    def __init__(self, requests: TextIO, replies: TextIO, file: Path) -> None:
+        super().__init__(requests, replies)
         self._file = file
         self._space: dict[str, Any] = {}
         self._named: dict[str, Any] = {}
@@ -81,10 +81,10 @@ class _Served(Link):
         return DOES[does](*arguments, **keywords)
 
 
-def serve(file: Path, requests: TextIO, answers: TextIO) -> None:
+def serve(file: Path, requests: TextIO, replies: TextIO) -> None:
     """Do what the tests ask, until they end."""
     with contextlib.suppress(Gone):
-        _Served(answers, requests, file).run()
+        _Served(replies, requests, file).run()
 
 
 _LEETCODE = (

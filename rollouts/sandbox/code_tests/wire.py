@@ -109,9 +109,9 @@ class Link:
     classes: set[str] = set()
     """Names of the other end's classes that this one uses as such."""
 
-    def __init__(self, requests: TextIO, answers: TextIO) -> None:
+    def __init__(self, requests: TextIO, replies: TextIO) -> None:
         self._requests = requests
-        self._answers = answers
+        self._replies = replies
         self._own: list[Any] = []
         self._places: dict[int, int] = {}
         """Identity → place in `_own`, which keeps the object alive."""
@@ -150,7 +150,7 @@ class Link:
             self._end()
 
     def hear(self) -> dict[str, Any]:
-        if not (line := self._answers.readline()):
+        if not (line := self._replies.readline()):
             self._end()
         return json.loads(line)
 
