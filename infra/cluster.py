@@ -217,7 +217,7 @@ class Cluster:
         self._scratch = contextlib.ExitStack()
         self._environment: dict[str, str] = {}
         self._watch: Watch
-        """From the start of Ray on."""
+        """Set when Ray has started."""
         self.nodes: list[dict[str, float]] = []
         """Resources of each node, as they were at the start."""
 

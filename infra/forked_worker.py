@@ -14,7 +14,7 @@ import sys
 
 
 def _fork() -> None:
-    """Ask for the fork, and wait until it is there. Raises `OSError` if nobody answers."""
+    """Ask for the fork, and wait until it is there. Raises `OSError` if the source does not answer."""
     parser = argparse.ArgumentParser(add_help=False)
     for option in ("--serialized-runtime-env-context", "--language"):
         parser.add_argument(option)

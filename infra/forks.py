@@ -4,8 +4,8 @@
              └▶ Ray's raylet ──▶ forked_worker.py: asks the source ──┘
                                  vLLM's front end asks it too  ──fork──▶ fork server of vLLM's core
 
-In: names of modules. Out: processes that have them, with the environment, folder and output of who asked. If there is
-no source, because it is another machine's or has failed, Ray starts its workers as ever.
+In: names of modules. Out: processes that have them, with the environment, folder and output of the process that asked.
+Without a source, on another machine or after a failure, Ray starts its workers as usual.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 LOOK_SECONDS = 2.0
 STOPPED_LOOKS = 5
-"""Looks, and not seconds: whoever stops the driver too, as Ctrl-Z does, means to let all of it go on."""
+"""Looks, not seconds: Ctrl-Z stops the driver too, and after it everything is to go on."""
 GCS_LOOKS = 3
 _ANSWER_SECONDS = 5.0
 END_SECONDS = 30.0

@@ -27,7 +27,7 @@ class Score:
     """How good one attempt was."""
 
     reward: float | None
-    """Null means not applicable: the attempt is not trained and enters no mean. NaN and infinity become null."""
+    """None means not applicable: the attempt is not trained and enters no mean. NaN and infinity become None."""
     parts: dict[str, float | None] = field(default_factory=dict)
     """Named components, for people and for later re-weighting."""
     vote: str | None = None
@@ -103,7 +103,7 @@ def workflow_context() -> WorkflowContext:
 
 
 class Workflow:
-    """Subclass this. `dataset` is the run file's `dataset` value, null when it has none."""
+    """Subclass this. `dataset` is the run file's `dataset` value, None when it has none."""
 
     def __init__(self, dataset: str | None = None) -> None:
         self._dataset = dataset
@@ -131,7 +131,7 @@ class Workflow:
     async def score_group(self, task: Task, attempts: Sequence[Trajectory]) -> Sequence[Score] | None:
         """Rewards that compare the usable attempts at one task, in their order; they replace those of `run`.
 
-        Null, the default, leaves the rewards of `run`.
+        None, the default, leaves the rewards of `run`.
         """
         return None
 
@@ -142,8 +142,8 @@ class Workflow:
     def reference_reply(self, task: Task, messages: Sequence[Message]) -> str | None:
         """What a perfect policy says next: the check that a task can be won, and that winning it scores 1.
 
-        `messages` is the conversation so far; its last message is the one to answer. Null, the default, where nobody
-        knows.
+        `messages` is the conversation so far; its last message is the one to answer. None, the default, means that
+        it is not known.
         """
         return None
 

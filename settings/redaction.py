@@ -107,8 +107,8 @@ def without_secrets(text: str) -> str:
 
 
 def redact_error(error: BaseException) -> None:
-    """Take the secrets out of the words of an error, and of those that it stands for or came from, in place: who
-    catches it may record it, as Prefect does."""
+    """Take the secrets out of the words of an error, and of its causes and members, in place: the caller
+    that catches it may record it, as Prefect does."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

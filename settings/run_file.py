@@ -341,7 +341,7 @@ _REPLAYABLE = ("learning_rate", "max_staleness")
 
 
 def _training_settings(config: RunConfig) -> dict[str, Any]:
-    """By dotted key, tables and what is in them."""
+    """The settings that a replay may change, by dotted key; also tables as a whole."""
     return {key: getattr(config, key) for key in _REPLAYABLE} | dict(_below("train", config.train.model_dump()))
 
 

@@ -1,4 +1,4 @@
-"""Prefect's server beside a command: the same as Prefect starts for a flow by itself, but nobody waits for it here.
+"""Prefect's server beside a command: the one that Prefect itself starts for a flow, without waiting for it.
 
 In: a state folder. Out: `PREFECT_API_URL` for this process and its children at once, and later a server there, which
 ends with this process, however that ends. Prefect's own way imports the whole server into the process of the flow,

@@ -74,7 +74,7 @@ class _Branch:
     sequence_idx: int = -1
     """Given with the first request."""
     seed: int | None = None
-    """From which its tokens are drawn, by turn and position."""
+    """Its tokens are drawn from it, by turn and position."""
     num_turns: int = 0
     num_routed: int = 0
     """Tokens whose experts are recorded."""

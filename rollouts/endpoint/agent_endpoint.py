@@ -46,7 +46,7 @@ from settings.errors import InvalidInput
 from settings.redaction import read_json, well_formed_data
 
 _MOST_DEPTH = 100
-"""Of lists and objects in each other in a body; pydantic writes no deeper ones than 255."""
+"""Most lists and objects inside each other in a body; pydantic writes none deeper than 255."""
 _KEEP_ALIVE = 60
 """Seconds that an idle connection stays open, so that an agent may think without a new connection."""
 

@@ -152,7 +152,7 @@ class ServedPolicy:
         self.version = version
 
     async def _know(self, policy: Policy) -> None:
-        """Of a delta the reader needs to know the anchor."""
+        """Make sure that the log's fold has the policy, and with it the anchor of a delta."""
         if policy.version not in self.log.state.policies:
             async with self.log_lock:
                 await asyncio.to_thread(self.log.refresh)

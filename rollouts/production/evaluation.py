@@ -118,7 +118,7 @@ class Tally:
 
     @property
     def standard_error(self) -> float | None:
-        """Of the score: sample standard deviation of the problems' means, over √(number of problems)."""
+        """Standard error of the score: sample standard deviation of the problems' means, over √(number of problems)."""
         if self.num_tasks < 2:
             return None
         variance = (self._sum_of_squares - self._sum**2 / self.num_tasks) / (self.num_tasks - 1)
@@ -148,7 +148,7 @@ class Tally:
 
 
 def _answers(group: RolloutGroup) -> tuple[tuple[int, int], ...]:
-    """Of each answer that got a vote, how many attempts gave it, and how many of them are correct; sorted."""
+    """For each answer with a vote: how many attempts gave it, and how many of them are correct; sorted."""
     votes: dict[str, list[bool]] = {}
     for attempt in group.usable:
         if attempt.vote is not None and attempt.reward is not None:

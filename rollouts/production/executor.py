@@ -159,8 +159,8 @@ class Executor:
     async def close(self) -> list[RolloutGroup]:
         """Cancel what is running, whose prompts are free again later; returns what has finished by now.
 
-        Nothing begins and nothing finishes any more, whoever still waits for a batch or admits: what cancellation does
-        to an attempt is in no shard, and the next start goes on as after a kill.
+        Nothing begins and nothing finishes any more, also for a caller that still waits for a batch: what cancellation
+        does to an attempt is in no shard, and the next start goes on as after a kill.
         """
         self.is_closed = True
         await _cancel(self._running)

@@ -78,7 +78,7 @@ class Quota:
         self.handed_out, self.finished = self.handed_out + self.finished, 0
 
     def commit(self, count: int) -> None:
-        """So many of the groups handed out are counted by the log from now on, or were dropped."""
+        """The log counts `count` of the groups handed out from now on, or they were dropped."""
         self.handed_out -= count
         self.committed += count
 

@@ -79,7 +79,7 @@ class RolloutWorker:
     served: ServedPolicy
     player: Player
     provenance: Provenance
-    """Of its shards, each of which has an id of its own."""
+    """Origin of its shards, without the id, which each shard has of its own."""
     leases: Leases
     opened: str
     """Checksum of the weights that the engine started with."""

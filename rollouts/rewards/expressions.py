@@ -159,7 +159,7 @@ _UNITS = {
     """.strip().splitlines()
     for word in line.split()
 }
-"""Of a word without its plural's s: the unit."""
+"""Word, without its plural's s → unit."""
 _UNIT = re.compile(
     r"""(?:(?<=\S)(?:\\[,;:!\ ]|[\s~])*\\(?:text|textrm|mathrm|mbox)\s*\{(?P<text>[^{}\d]*)\}
         |(?<=[\d)}!])(?:\\[,;:!\ ]|[\s~])+(?P<bare>[A-Za-z][A-Za-z ./]*|\\Omega)

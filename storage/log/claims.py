@@ -36,7 +36,7 @@ NOTHING = "nothing"
 BY_MOMENT = frozenset({"timeout", "engine_error", "tool_error", "cancelled"})
 """Failing statuses that the policy's tokens do not explain."""
 _MOST_PARTS = 16
-"""Of a batch: more would be forward passes of too few tokens."""
+"""Largest number of parts of a batch: more would be forward passes of too few tokens."""
 _ROUNDING = 1e-9  # (1 + 0.16) · 50 is 57.99999999999999
 
 
@@ -70,7 +70,7 @@ def sampling_version(place: int, config: RunConfig) -> int:
 
 
 def oldest_needed(config: RunConfig) -> int:
-    """So many of the newest policies may be needed again by a run in a fixed schedule."""
+    """How many of the newest policies a run in a fixed schedule may need again."""
     return math.ceil((1 + config.max_staleness) * config.train.steps_per_update)
 
 
@@ -292,7 +292,7 @@ def follows_until(state: RunState) -> tuple[int, str]:
 
 
 def following(state: RunState, config: dict[str, Any]) -> str:
-    """Both as a sentence; empty before the first step."""
+    """What `follows_until` says, as a sentence; empty before the first step."""
     number, reason = follows_until(state)
     if not state.step:
         return ""

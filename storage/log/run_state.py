@@ -41,15 +41,15 @@ class Columns(NamedTuple):
     """What the fold looks the entry up by, in text."""
     written_at: float
     num_rows: int | None = None
-    """Of a training shard; None for the shard of an evaluation."""
+    """Rows of a training shard; None for the shard of an evaluation."""
     group_ids: list[str] | None = None
-    """Of a training shard, or of a step's claim."""
+    """Groups of a training shard, or of a step's claim."""
     positions: list[int] | None = None
-    """Of a training shard's groups, or of a lease."""
+    """Places in the prompt order, of a training shard's groups or of a lease."""
     retried: list[bool] | None = None
-    """Of a training shard's groups."""
+    """Whether the prompt of each group of a training shard runs again."""
     outcomes: list[int] | None = None
-    """Of a claim's groups, as places in `OUTCOMES`."""
+    """What became of each group of a claim, as an index into `OUTCOMES`."""
 
 
 def columns_of(entry: LogEntry) -> Columns:
@@ -226,7 +226,7 @@ class RunState:
         return next((each.tasks for each in reversed(self.evaluations) if each.split == split and each.tasks), None)
 
     def evaluations_of(self, split: str) -> list[records.Evaluation]:
-        """Those of a split that asked the tasks it has now; of older ones nobody knows what they asked."""
+        """Evaluations of a split on the tasks that it has now, and older ones, whose tasks were not recorded."""
         now = self.task_set(split)
         of_split = [each for each in self.evaluations if each.split == split]
         return [each for each in of_split if not (now and each.tasks) or each.tasks.sha256 == now.sha256]

@@ -71,7 +71,7 @@ class RunBusy(UserError):
             f"`{command('stop', log.run_id, store=log.store.uri)}`, or use another `run` id"
         )
         self.pid = int(process) if process.isdecimal() else None
-        """Of that process; None in the moment before it has written it."""
+        """Id of the process that trains; None until it has written it."""
 
 
 def create_run(

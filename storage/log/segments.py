@@ -35,7 +35,7 @@ _FEW = 500
 
 _SEGMENTS_UNPACKED = 2
 _ENTRIES_UNPACKED = 200
-"""So much of an archive is held as JSON, and as records, once it has been asked for."""
+"""Segments that are held as JSON, and entries that are held as records, after they were read."""
 
 _SCHEMA = pa.schema(
     [

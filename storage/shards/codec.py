@@ -43,7 +43,7 @@ from storage.shards.schema import (
 )
 
 COMPRESSION = "lz4"
-"""Of the buffers in the file; measured in docs/shard_format.md. A reader accepts any."""
+"""Compression of the buffers in the file; measured in docs/shard_format.md. A reader accepts any."""
 _FLUSH_EARLIER = "flush shards earlier: lower `shard_bytes` in the run file's [rollout]"
 
 

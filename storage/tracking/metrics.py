@@ -108,7 +108,7 @@ class SystemMetrics:
         return monitors
 
     def sample(self) -> dict[str, float]:
-        """By names such as `system/cpu_utilization_percentage`."""
+        """What the monitors measured, by names such as `system/cpu_utilization_percentage`."""
         values: dict[str, float] = {}
         for monitor in self._monitors:
             monitor.collect_metrics()

@@ -43,7 +43,7 @@ class ShardUse:
     id: str
     uri: str
     sha256: str
-    """As the step recorded it."""
+    """Digest that the step recorded."""
     rows: int
     """Training sequences in the file."""
     groups: int
@@ -73,7 +73,7 @@ class PolicyLineage:
     """The optimizer step that made it; None for the base model."""
     session_id: str
     code_version: str
-    """Of the session that made it."""
+    """Code of the session that made it."""
     reward_sha256: str
     """Digest of the reward code of that session; empty in runs from before this was recorded."""
     config: str
@@ -127,13 +127,13 @@ class GroupLineage:
     influenced: list[int]
     """That version and every one that descends from it."""
     live: int | None
-    """The newest version, if it is among them."""
+    """The newest version, if it is in `influenced`."""
     aliases: dict[str, int]
-    """Aliases that point at one of them."""
+    """Aliases that point at one of `influenced`."""
     registered: list[int]
-    """Those of them that are in the model registry."""
+    """Which of `influenced` are in the model registry."""
     retired: list[int]
-    """Those of them whose weights retention removed."""
+    """Which of `influenced` have no weights any more, because retention removed them."""
 
 
 def find_version(log: RunLog, name: str) -> int | None:

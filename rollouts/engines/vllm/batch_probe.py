@@ -26,7 +26,7 @@ from storage.policies.model_config import model_config, number_bytes
 from storage.records import Sampling
 
 _LENGTHS = (3, 40, 150)
-"""Of the prompts, in tokens."""
+"""Lengths of the prompts, in tokens."""
 _OTHERS = 29
 _NEW = 12
 """Tokens of each reply."""

@@ -59,7 +59,7 @@ class HeldWeights:
         self._newest = ""
         """The checksum that was verified last."""
         self._base_checksum = ""
-        """Of the weights below adapters."""
+        """Checksum of the weights below adapters."""
         self._zeros: set[tuple[int, str]] = set()
         """Worker and name of each tensor that is zero."""
 
@@ -97,7 +97,7 @@ class HeldWeights:
         return checksum
 
     async def digests_beside(self) -> list[dict[str, str]]:
-        """Of what the workers compute with beside weights, by name."""
+        """Digests of the model's buffers in each worker, by name: what it computes with beside weights."""
         return await self._rpc("buffer_digests")
 
     async def _reload(self, weights: Weights, broadcast: Broadcast | None = None) -> str:

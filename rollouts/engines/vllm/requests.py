@@ -17,8 +17,8 @@ from rollouts.engines.engine import EngineError, checked_logprobs
 from storage.records import Routes, Sampling
 
 Draws = Literal["ours", "hashed", "streamed"]
-"""Who makes a request's seed random numbers: `ReloadExtension.own_draws` on CPUs; vLLM, from seed and position in the
-sequence; or vLLM's older runner on GPUs, from a generator that it seeds."""
+"""What turns a request's seed into random numbers: `ReloadExtension.own_draws` on CPUs; vLLM, from seed and position in
+the sequence; or vLLM's older runner on GPUs, from a generator that it seeds."""
 
 
 def with_draws(parameters: Any, draws: Draws, *, seed: int | None, position: int) -> Any:

@@ -19,19 +19,19 @@ _COMPARES = ast.Eq | ast.In | ast.Lt | ast.LtE | ast.Gt | ast.GtE
 
 
 class Makers:
-    """The names that are called for values."""
+    """Which function a value of the tests comes from: `Vector` for `v` after `v = Vector(1, 2)`."""
 
     def __init__(self, nodes: Sequence[ast.AST]) -> None:
         assigned = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
         self._made = {ast.unparse(target): _callee(node.value) for node in assigned for target in node.targets}
 
     def of(self, node: ast.AST) -> str:
-        """Of a value, "" if none is called for it."""
+        """The name that is called for a value; "" if none is."""
         is_target = isinstance(node, ast.Name | ast.Attribute | ast.Subscript)
         return self._made.get(ast.unparse(node), "") if is_target else _callee(node)
 
     def within(self, node: ast.AST) -> set[str]:
-        """Of a value and its parts."""
+        """The names that are called for a value and for its parts."""
         return {self.of(part) for part in ast.walk(node) if isinstance(part, ast.expr)} - {""}
 
 

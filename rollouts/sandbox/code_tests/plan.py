@@ -49,7 +49,7 @@ class TestPlan:
 
     body: list[ast.stmt]
     statements: list[ast.stmt]
-    """Those of `body` that are one test each."""
+    """The statements of `body` that are one test each."""
     functions: dict[str, int]
     """Names of test functions and classes → how many tests each has, at least."""
     needs_pytest: bool
@@ -186,7 +186,7 @@ def check_imports(plan: TestPlan) -> None:
 
 
 def _imports(body: Sequence[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Those that the tests cannot do without."""
+    """The imports that the tests cannot do without: not those in `try`."""
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node

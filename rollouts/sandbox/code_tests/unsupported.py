@@ -50,7 +50,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def unsupported(body: list[ast.stmt], own: set[str], *, bound_at_top: set[str]) -> Iterator[str]:
-    """Of each such use, its line and why it does not work here; `own` are the names that the tests bind anywhere."""
+    """A sentence for each such use, with its line and the reason. `own` are the names that the tests bind anywhere."""
     nodes = [node for statement in body if not _sets_path(statement) for node in ast.walk(statement)]
     imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules = {"sys", "builtins", "solution", *((each.asname or each.name).partition(".")[0] for each in imports)}
