@@ -18,7 +18,6 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import vllm_source
 from rollouts.engines.engine import Engine
 from rollouts.engines.vllm.core_start import is_cpu_build
-from settings.engine import EngineSettings
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
 from storage.policies.model_config import model_config, num_positions, stored_dtype
@@ -124,19 +123,9 @@ def _literal(name: str, source: Sequence[ast.stmt]) -> Any:
     return Any
 
 
-def make_engine(
-    settings: EngineSettings,
-    model: Path,
-    *,
-    seed: int,
-    lora_rank: int = 0,
-    reproducible: bool = False,
-    captures_routes: bool = False,
-) -> Engine:
-    """The engine a run file asks for; with `lora_rank` it serves adapters of `model`.
-
-    If `reproducible`, a token has the same log-probability in every batch. With `captures_routes` replies come with the
-    experts of their tokens."""
+def make_engine(config: RunConfig, model: Path) -> Engine:
+    """The engine a run file asks for; with `train.lora` it serves adapters of `model`."""
+    settings, lora = config.engine, config.train.lora
     match settings.kind:
         case "vllm":
             from rollouts.engines.vllm.vllm_engine import VllmEngine
@@ -145,16 +134,16 @@ def make_engine(
             thinks = settings.guided_decoding and settings.reasoning_parser not in ("auto", "none")
             return VllmEngine(
                 max_model_len=settings.max_model_len,
-                seed=seed,
+                seed=config.seed,
                 update_mode=settings.update_mode,
                 clear_cache_on_reload=settings.clear_cache_on_reload,
                 arguments={**({"reasoning_parser": settings.reasoning_parser} if thinks else {}), **settings.vllm},
-                lora_rank=lora_rank,
-                base_folder=model if lora_rank else None,
+                lora_rank=0 if lora is None else lora.rank,
+                base_folder=None if lora is None else model,
                 ends_process=True,
                 guided_decoding=settings.guided_decoding,
-                reproducible=reproducible,
-                captures_routes=captures_routes,
+                reproducible=config.reproducible,
+                captures_routes=config.train.router_replay,
             )
         case "scripted":
             from rollouts.engines.scripted_engine import ScriptedEngine, random_reply

@@ -121,26 +121,16 @@ class RolloutWorker:
         most_behind = 0 if is_fixed(config) else config.max_staleness * config.train.steps_per_update
         served = ServedPolicy(log=log, log_lock=lock, cache=Path(cache), most_behind=most_behind)
         policy, folder = served.first(version)
-        lora = config.train.lora
-        model = served.base() if lora is not None else folder
+        model = folder if config.train.lora is None else served.base()
         config = fitted_to_model(config, model)
         evaluation = config.evaluation
         at_once = (config.rollout.max_concurrent * config.n_samples, evaluation.max_concurrent * evaluation.n_samples)
         give_threads(max(at_once))
         workflow: Workflow = load_object(config.workflow)(config.dataset or None)
-        lora_rank = 0 if lora is None else lora.rank
         # Before transformers is imported here: vLLM's core imports it beside us.
-        exact = config.reproducible
-        engine = make_engine(
-            config.engine,
-            model,
-            seed=config.seed,
-            lora_rank=lora_rank,
-            reproducible=exact,
-            captures_routes=config.train.router_replay,
-        )
+        engine = make_engine(config, model)
         tokens = ChatTokens.load(model, settings=config.engine.chat_template_kwargs)
-        if exact:  # of a model that was not on the machine of the command
+        if config.reproducible:  # of a model that was not on the machine of the command
             tokens.check_day()
         checksum = await engine.start(folder, policy.version, stop_ids=tokens.turn_ends)
         served.engine, served.version = engine, policy.version

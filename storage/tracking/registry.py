@@ -149,7 +149,8 @@ class Registry:
             with self._sparing("a model version"):
                 match entry.body:
                     case Session() as session:
-                        self._log_batch(_code_tags(session))
+                        code = {"code_version": session.code_version, "reward_sha256": session.reward_sha256}
+                        self._log_batch({f"millrace.{name}": value for name, value in code.items()})
                     case Policy(version=version):
                         self._register_if_due(version)
                     case Step(policy=policy):
@@ -239,10 +240,11 @@ class Registry:
     @functools.cached_property
     def _versions(self) -> dict[int, str]:
         """Policy version → MLflow's number, of all that are registered: what MLflow has, and then what is added."""
+        ours = f"name = '{self.model_name}' and run_id = '{self._run_id}'"
         versions: dict[int, str] = {}
         token = None
         while token != "":
-            page = self._client.search_model_versions(self._ours(), max_results=_VERSIONS_AT_ONCE, page_token=token)
+            page = self._client.search_model_versions(ours, max_results=_VERSIONS_AT_ONCE, page_token=token)
             versions |= {int(version.tags["millrace.version"]): str(version.version) for version in page}
             token = page.token or ""
         return versions
@@ -333,9 +335,6 @@ class Registry:
             store = f"millrace://{self._log.run_id}"
         return f"{store}/{policy.path}"
 
-    def _ours(self) -> str:
-        return f"name = '{self.model_name}' and run_id = '{self._run_id}'"
-
 
 def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
     """Entries whose metrics fit into one call."""
@@ -371,11 +370,3 @@ def _metrics(entry: LogEntry) -> list[Any]:
 def dataset_digest(step: Step) -> str:
     """Digest of the groups and shard files that a step trained on (MLflow allows 36 characters)."""
     return sha256_of_json([step.shard_sha256, to_json(step.claim.trained)])[:32]
-
-
-def _code_tags(session: Session | None) -> dict[str, str]:
-    """Tags of a session's code, for the run and for the versions it made."""
-    return {
-        "millrace.code_version": session.code_version if session else "",
-        "millrace.reward_sha256": session.reward_sha256 if session else "",
-    }

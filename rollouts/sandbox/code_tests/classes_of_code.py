@@ -39,9 +39,8 @@ def _callee(node: ast.AST) -> str:
     return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
 
-def classes_of_code(nodes: Sequence[ast.AST]) -> set[str]:
+def classes_of_code(nodes: Sequence[ast.AST], makers: Makers) -> set[str]:
     """Names whose results have attributes that data lacks, are returned, or are on both sides of a comparison."""
-    makers = Makers(nodes)
     parts = [part for node in nodes if isinstance(node, ast.ClassDef) for part in node.body]
     methods = {part.name for part in parts if isinstance(part, Function)}
     classes = {"Solution"}
@@ -70,14 +69,13 @@ def _compared(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr, bool]]:
             yield left, right, name.removeprefix("assert") in _ASSERTS
 
 
-def met_with_data(nodes: Sequence[ast.AST], classes: set[str], wanted: set[str]) -> Iterator[str]:
+def met_with_data(nodes: Sequence[ast.AST], makers: Makers, classes: set[str], wanted: set[str]) -> Iterator[str]:
     """Sentences: where objects of the code are compared with plain data, or may be what computes with it.
 
     Args:
         classes: As `classes_of_code`.
         wanted: Names of the code.
     """
-    makers = Makers(nodes)
     differences = {id(part) for node in nodes for part in _differences(node)}
 
     def named_as_class(node: ast.AST) -> str:

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rollouts.sandbox.code_tests.classes_of_code import classes_of_code, met_with_data
+from rollouts.sandbox.code_tests.classes_of_code import Makers, classes_of_code, met_with_data
 from rollouts.sandbox.code_tests.unsupported import Function, unsupported
 
 _SET_UPS = ("setup_module", "teardown_module", "setup_function", "teardown_function", "setUpModule", "tearDownModule")
@@ -123,8 +123,9 @@ def read_tests(source: str) -> TestPlan:
             )
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     uses_arrays = bool((used | own) & {"np", "numpy"} or attributes & {"shape", "dtype", "ndim", "tolist"})
-    classes = classes_of_code(nodes)
-    if reason := next(met_with_data(nodes, classes, given), ""):
+    makers = Makers(nodes)
+    classes = classes_of_code(nodes, makers)
+    if reason := next(met_with_data(nodes, makers, classes, given), ""):
         raise CannotRun(reason)
     return TestPlan(
         body,
