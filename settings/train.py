@@ -202,8 +202,8 @@ class TrainSettings(Block):
             problems.append('advantage.scale = "mean" is for rewards of at least 0; set kl.place = "loss"')
         if self.decoupled is None and any(rule.policy == "proximal" for rule in self.reject):
             problems.append('train.reject with policy = "proximal" needs train.decoupled; set it, or "current"')
-        silent = [CriticSettings(), *(CriticSettings(**convention) for convention in conventions_for("critic"))]
-        if self.critic not in silent and advantage.kind != "gae":
+        unset_critics = [CriticSettings(), *(CriticSettings(**convention) for convention in conventions_for("critic"))]
+        if self.critic not in unset_critics and advantage.kind != "gae":
             problems.append('train.critic is for advantage.kind = "gae"; leave it out')
         if loss.kind == "sft" and advantage.kind in ("gae", "distill"):
             what = "a critic" if advantage.kind == "gae" else "a teacher"

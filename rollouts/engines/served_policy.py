@@ -77,7 +77,7 @@ class ServedPolicy:
         `storage.objects.digests.DigestMismatch` before touching the engine, and `EngineError` with the old version
         still serving.
         """
-        await self._know(policy)
+        await self._fold_in(policy)
         try:
             folder = await asyncio.to_thread(self._reader.fetch, policy)
         except DamagedDelta as error:
@@ -97,7 +97,7 @@ class ServedPolicy:
 
     async def receive(self, policy: Policy, broadcast: Broadcast) -> WeightUpdate | None:
         """`publish` by broadcast, and from the store if that fails."""
-        await self._know(policy)
+        await self._fold_in(policy)
         try:
             async with self._pinned():
                 update = await self.engine.receive_policy(broadcast, functools.partial(self._reader.fetch, policy))
@@ -151,7 +151,7 @@ class ServedPolicy:
         await self.engine.load_policy(folder, version)
         self.version = version
 
-    async def _know(self, policy: Policy) -> None:
+    async def _fold_in(self, policy: Policy) -> None:
         """Make sure that the log's fold has the policy, and with it the anchor of a delta."""
         if policy.version not in self.log.state.policies:
             async with self.log_lock:

@@ -69,7 +69,7 @@ def majority_at_k(answers: Sequence[tuple[int, int]], *, num_attempts: int, k: i
     is drawn; `ways[:, l, q]` is in how many ways `q` attempts are drawn of which `l` answers are the commonest, and
     that number times the correct shares of those.
     """
-    chance, silent = 0.0, num_attempts - sum(size for size, _ in answers)
+    chance, num_silent = 0.0, num_attempts - sum(size for size, _ in answers)
     for times in range(1, min(k, max((size for size, _ in answers), default=0)) + 1):
         ways = np.zeros((2, k // times + 1, k + 1))
         ways[0, 0, 0] = 1.0
@@ -81,7 +81,7 @@ def majority_at_k(answers: Sequence[tuple[int, int]], *, num_attempts: int, k: i
                 ways[:, level:, drawn:] += added
                 ways[1, level:, drawn:] += level * correct / size * added[0]
         won_Q = (ways[1, 1:] / np.arange(1, ways.shape[1])[:, None]).sum(0)
-        chance += sum(float(won) * math.comb(silent, k - drawn) for drawn, won in enumerate(won_Q))
+        chance += sum(float(won) * math.comb(num_silent, k - drawn) for drawn, won in enumerate(won_Q))
     return chance / math.comb(num_attempts, k)
 
 

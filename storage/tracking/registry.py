@@ -39,8 +39,8 @@ it keeps 16 kB of each, and its pages draw at most 2,500 points of a curve. The 
 _VERSIONS_AT_ONCE = 1000
 _MOST_METRICS = 1000  # MLflow takes no more in one call
 _LONGEST_PARAMETER = 6000  # characters
-_said: set[tuple[str, str]] = set()
-"""What this process has said of MLflow's refusals: the model's name, and what."""
+_reported: set[tuple[str, str]] = set()
+"""Refusals of MLflow's that this process has logged: the model's name, and what was refused."""
 ROLLOUT = "rollout"
 """Alias of the policy that the engines serve."""
 _STATUS = {"running": "RUNNING", "finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "vanished": "FAILED"}
@@ -202,8 +202,8 @@ class Registry:
         except MlflowException as error:
             if not is_refusal(error):
                 raise
-            if (self.model_name, what) not in _said:
-                _said.add((self.model_name, what))
+            if (self.model_name, what) not in _reported:
+                _reported.add((self.model_name, what))
                 reason = without_secrets(str(error).splitlines()[0])
                 logger.warning("%s refuses %s, and goes without it: %s", self.name, what, reason)
 
