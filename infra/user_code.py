@@ -197,7 +197,7 @@ def _execute(name: str, path: Path, *, is_package: bool = False) -> None:
 
 @contextlib.contextmanager
 def _siblings(folder: Path) -> Iterator[None]:
-    """What is imported meanwhile is what lies in `folder`, although files of the same names elsewhere are loaded."""
+    """Imports inside this context find the modules of `folder`, although other files of their names are loaded."""
     beside = {entry.stem for entry in folder.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()}
     beside -= set(OWN_PACKAGES)  # ours stay, and theirs is refused
     others = {}
@@ -276,7 +276,7 @@ def _rename(theirs: Path) -> str:
 
 
 def _shadowed(package: str, folder: Path) -> Path | None:
-    """The user's file or folder that would be imported but for ours: in `folder`, or on `sys.path` before ours."""
+    """The user's file or folder that our package hides: in `folder`, or on `sys.path` before ours; None without one."""
     path = [str(Path(entry).resolve()) for entry in (str(folder), *sys.path)]
     path = list(itertools.takewhile(lambda entry: entry != str(PRODUCT), path))
     if (spec := PathFinder.find_spec(package, path)) is None:
@@ -288,7 +288,7 @@ def _shadowed(package: str, folder: Path) -> Path | None:
 
 
 def _place(error: Exception) -> str:
-    """Where user code raised it, if it did."""
+    """` in FILE, line N`, where user code raised the error; empty if it did not."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen importlib")]
     frames = [f for f in frames if f.filename not in (__file__, importlib.__file__)]
     return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""

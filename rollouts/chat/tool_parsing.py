@@ -131,7 +131,7 @@ class ToolParser:
 
 
 def _read(text: str, parser: Any, request: Any) -> ParsedReply:
-    """A reply, split."""
+    """Split a reply into text and calls; a reply of which vLLM does not read every call is read call by call."""
     mark = _mark(parser)
     hidden = _without_marks_in_values(text, mark)
 

@@ -81,7 +81,7 @@ class Strict(BaseModel):
 
 
 class Request(Strict):
-    """A request."""
+    """What the requests of both formats have in common."""
 
     unused = frozenset(
         {

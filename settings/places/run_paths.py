@@ -54,9 +54,9 @@ def local_paths(document: Mapping[str, Any], folders: Sequence[Path]) -> dict[st
 
 
 def moved_paths(recorded: Mapping[str, Any], here: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """`here`, which `local_paths` made of `recorded`, with a path of `wanted` where that is the recorded one, moved.
+    """`here`, which `local_paths` made of `recorded`, with the paths of `wanted` for files that were moved.
 
-    It is if nothing is left at the old place, and the new one ends like the recorded relative path.
+    A file was moved if nothing is left at its old place, and the new path ends like the recorded relative one.
     """
     for key in PATHS:
         old, there, new = (_value(document, key) for document in (recorded, here, wanted))

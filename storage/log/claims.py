@@ -256,7 +256,7 @@ def num_counted(state: RunState, config: RunConfig) -> int:
 
 
 def owed_by(state: RunState, claim: Claim, config: RunConfig) -> str:
-    """What a step with this claim owes to anything but the run file and the steps before; `nothing`, or a sentence."""
+    """Why a step with this claim does not follow from the run file and the steps before; `nothing` if it does."""
     if not is_fixed(config):
         if config.max_staleness:
             return f"max_staleness = {config.max_staleness:g}: which policy answers a prompt depends on the moment"

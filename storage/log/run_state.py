@@ -102,10 +102,13 @@ class RunState:
     entries: int = 0
     """Entries folded so far; the next entry's number."""
     started_at: float = 0.0
-    """Unix seconds of the first entry; below, of the newest entry, and of the newest session's."""
+    """Unix seconds of the first entry."""
     last_at: float = 0.0
+    """Unix seconds of the newest entry."""
     worked_until: float = 0.0
+    """Unix seconds of the newest entry of training."""
     session_started_at: float = 0.0
+    """Unix seconds of the newest session's start."""
     earlier_seconds: float = 0.0
     """Wall-clock of the sessions before the newest, each from its start to its last entry."""
     sessions: list[records.Session] = field(default_factory=list)

@@ -45,8 +45,8 @@ MAY_DIFFER = frozenset(
         "retention",
     }
 )
-"""Keys that say where a run computes and what it keeps, and one that runs of before it may set to what they did. The
-recorded values are for its replays; a resumed run may use others."""
+"""Keys that a resumed run may change: where it computes, what it keeps, and `on_out_of_room`, so that a run from before
+that key can keep its behaviour. Replays use the recorded values."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TABLES = ("evaluation", "rollout", "engine", "train")
@@ -228,15 +228,15 @@ def run_config(log: RunLog) -> dict[str, Any]:
 
 
 def birth_id(log: RunLog) -> str:
-    """What no other run has, not even one of its name in its store, and what it keeps if the store is moved; empty in a
-    run from before this was recorded."""
+    """Unique id of a run: another run of its name has another one, and it stays if the store is moved. Empty in a run
+    from before it was recorded."""
     return str(_run_document(log).get("birth", ""))
 
 
 def local_config(log: RunLog) -> dict[str, Any]:
-    """The same with absolute paths: from the folder of the run file, or from where that is now, if it was moved or this
-    is another machine, under the current folder or the one with the store. A run of before the folder was recorded has
-    the last two."""
+    """The run's configuration with absolute paths, from the folder of the run file. If that was moved, or on another
+    machine, it is looked for below the current folder and beside the store. In a run from before the folder was
+    recorded, paths start from these two."""
     document, bases = _run_document(log), [Path.cwd()]
     if isinstance(log.store, LocalStore):
         bases += list(log.store.root.parents)[1:2]

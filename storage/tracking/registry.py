@@ -122,7 +122,7 @@ class Registry:
         for block in _blocks(self._log.entries[cursor:]):
             self._send(block)
             self.num_entries = block[-1].number + 1
-        with self._sparing("aliases and description"):
+        with self._skipping_refusals("aliases and description"):
             model = self._client.get_registered_model(self.model_name)
             self._set_aliases(model.aliases)
             self._describe(run.data.tags, model.description)
@@ -143,10 +143,10 @@ class Registry:
 
     def _send(self, block: Sequence[LogEntry]) -> None:
         """Send some entries, and the cursor last."""
-        with self._sparing("the shards that steps were trained on"):
+        with self._skipping_refusals("the shards that steps were trained on"):
             self._log_shards([entry.body for entry in block if isinstance(entry.body, Step)])
         for entry in block:
-            with self._sparing("a model version"):
+            with self._skipping_refusals("a model version"):
                 match entry.body:
                     case Session() as session:
                         code = {"code_version": session.code_version, "reward_sha256": session.reward_sha256}
@@ -165,7 +165,7 @@ class Registry:
                         pass
         for entry in block:
             if isinstance(entry.body, Evaluation | Step):
-                with self._sparing("an attempt as a trace"):
+                with self._skipping_refusals("an attempt as a trace"):
                     self._traces.send(
                         entry, experiment_id=self._experiment_id, run_id=self._run_id, find_model=self._versions.get
                     )
@@ -186,15 +186,15 @@ class Registry:
                 raise
             num_taken = 0
             for kind, item in items:
-                with self._sparing(f"{item.key!r}"):
+                with self._skipping_refusals(f"{item.key!r}"):
                     self._client.log_batch(self._run_id, **{kind: [item]})
                     num_taken += 1
             if not num_taken:  # it is the run that MLflow refuses, perhaps because a user has deleted it
                 raise
 
     @contextlib.contextmanager
-    def _sparing(self, what: str) -> Iterator[None]:
-        """What MLflow refuses for good costs itself alone, and one sentence; an outage rises."""
+    def _skipping_refusals(self, what: str) -> Iterator[None]:
+        """Go on without `what` if MLflow refuses it for good, and log that once; an outage rises."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -259,7 +259,7 @@ class Registry:
                 )
 
     def _set_aliases(self, existing: dict[str, str]) -> None:
-        """Make the model's aliases those of the log; one whose policy is not registered is not there."""
+        """Make the model's aliases those of the log, without those whose policy is not registered."""
         for name, alias in self._log.state.aliases.items():
             version = self._versions.get(alias.version)
             if version is not None and str(existing.get(name)) != version:
@@ -301,7 +301,7 @@ class Registry:
         ]
 
     def _register_if_due(self, version: int) -> None:
-        """Register a new policy if `tracking.register` says so of every one; others are when they are evaluated."""
+        """Register a new policy if `tracking.register` is "all" or its number is due; others wait for an evaluation."""
         session = self._log.state.session_of(version)
         rule = "all" if session is None else session.register
         if rule == "all" or (rule.isdecimal() and version % int(rule) == 0):

@@ -172,7 +172,7 @@ def _root_cause() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(module: Any, **values: Any) -> Iterator[None]:
-    """A module of vLLM has these instead inside this context."""
+    """Replace attributes of a vLLM module inside this context."""
     before = {name: getattr(module, name) for name in values}
     vars(module).update(values)
     try:

@@ -103,7 +103,7 @@ _FOR_BOTH = (("sys", "setrecursionlimit"), ("random", "seed"), ("numpy", "random
 
 
 def _do_in_both(solution: Solution, module: str, name: str) -> None:
-    """Let a function of Python that tests call to set something set it for the code too."""
+    """Make a function that sets something in Python, such as `random.seed`, set it in the code's process too."""
     path, _, last = f"{module}.{name}".rpartition(".")
     owner = importlib.import_module(path)
     here = getattr(owner, last)
