@@ -130,18 +130,12 @@ def make_engine(config: RunConfig, model: Path) -> Engine:
         case "vllm":
             from rollouts.engines.vllm.vllm_engine import VllmEngine
 
-            # With vLLM's parser, a grammar begins behind the thoughts.
-            thinks = settings.guided_decoding and settings.reasoning_parser not in ("auto", "none")
             return VllmEngine(
-                max_model_len=settings.max_model_len,
+                settings,
                 seed=config.seed,
-                update_mode=settings.update_mode,
-                clear_cache_on_reload=settings.clear_cache_on_reload,
-                arguments={**({"reasoning_parser": settings.reasoning_parser} if thinks else {}), **settings.vllm},
                 lora_rank=0 if lora is None else lora.rank,
                 base_folder=None if lora is None else model,
                 ends_process=True,
-                guided_decoding=settings.guided_decoding,
                 reproducible=config.reproducible,
                 captures_routes=config.train.router_replay,
             )

@@ -19,6 +19,7 @@ from rollouts.engines.vllm import core_start
 from rollouts.engines.vllm.core_start import cache_bytes
 from rollouts.engines.vllm.requests import routes_of
 from rollouts.engines.vllm.vllm_engine import TRIES, VllmEngine
+from settings.engine import EngineSettings
 from settings.errors import InvalidInput
 from storage.objects.digests import seal_folder
 from storage.records import Sampling
@@ -54,7 +55,7 @@ class _Bench:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.engine = VllmEngine(max_model_len=64, seed=0, update_mode="keep", clear_cache_on_reload=True, arguments={})
+        self.engine = VllmEngine(EngineSettings(max_model_len=64), seed=0)
         self.vllm: FakeVllm
 
     def policy(self, weights: int, name: str = "") -> Path:
@@ -425,9 +426,8 @@ async def test_an_engine_that_cannot_be_woken_ends_its_process(bench: _Bench, mo
 
 
 async def test_an_engine_that_is_to_sleep_tries_it_when_it_starts(bench: _Bench, monkeypatch: pytest.MonkeyPatch):
-    arguments = {"enable_sleep_mode": True}
-    settings: dict[str, Any] = {"max_model_len": 64, "seed": 0, "update_mode": "keep", "arguments": arguments}
-    bench.engine = VllmEngine(**settings, clear_cache_on_reload=True)
+    settings = EngineSettings(max_model_len=64, vllm={"enable_sleep_mode": True})
+    bench.engine = VllmEngine(settings, seed=0)
     checksum = await bench.engine.start(bench.policy(1), 1)
     bench.vllm = bench.engine.llm
     assert checksum.startswith("tensors-1:") and bench.vllm.calls[-8:] == ["sleep", *WAKE]
@@ -439,7 +439,7 @@ async def test_an_engine_that_is_to_sleep_tries_it_when_it_starts(bench: _Bench,
 
     monkeypatch.setattr(FakeVllm, "wake_up", forgets)
     with pytest.raises(EngineError, match="vLLM does not bring rotary_emb.cos_sin_cache back after a sleep; set engin"):
-        await VllmEngine(**settings, clear_cache_on_reload=True).start(bench.policy(1), 1)
+        await VllmEngine(settings, seed=0).start(bench.policy(1), 1)
 
 
 async def test_old_weights_that_come_back_different_are_not_served_and_later_right_ones_are(bench: _Bench):
