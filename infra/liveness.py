@@ -1,11 +1,11 @@
-"""Whether what a session stands on is alive: Ray on this machine, and the processes below the driver.
+"""Watches what a session depends on: Ray on this machine, and the processes below the driver.
 
     a look every 2 s ─┬─ Ray's raylet here, or its GCS, is gone ─▶ `lost`: every wait of the session ends with that
-                      ├─ a process has been stopped for 10 s ────▶ it is killed: whatever waits for it sees a death
+                      ├─ a process has been stopped for 10 s ────▶ it is killed, and its callers see a death
                       └─ the session has not ended 30 s after ───▶ this process ends, with the sentence and status 2
 
 In: the Ray that this process is connected to. Out: `lost`, and one line per process that is killed. A thread does it,
-because what it finds may hold up the event loop. Deaths of workers, here and on other machines, Ray reports itself.
+because a look may block the event loop. Deaths of workers, here and on other machines, Ray reports itself.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class RayLost(UserError):
 
 
 class Watch:
-    """Watches for one session, from the event loop it is made in until `end`."""
+    """Watches for one session, from the event loop it is made in, until `end`."""
 
     def __init__(self, *, raylet_socket: str, gcs_address: str) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """What has died, once something has that nothing can take the place of."""
+        """Done once Ray is gone: which part of it has died, as a sentence."""
         self._reason = ""
         self._loop = asyncio.get_running_loop()
         self._raylet = _with_argument(raylet_socket)
@@ -64,9 +64,9 @@ class Watch:
     async def unless_lost(self, waiting: Awaitable[Result]) -> Result:
         """Await something that Ray does. Raises `RayLost` when Ray cannot do it any more."""
         task: asyncio.Future[Result] = asyncio.ensure_future(waiting)
-        either: list[asyncio.Future[Any]] = [task, self.lost]
+        futures: list[asyncio.Future[Any]] = [task, self.lost]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait([task])  # it may have something to give back
@@ -97,13 +97,13 @@ class Watch:
             return
         self._reason += "; what was committed is safe, and the same command continues the run"
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._tell)
+            self._loop.call_soon_threadsafe(self._report_loss)
         if not self._over.wait(END_SECONDS):
             sys.stderr.write(f"error: {self._reason}\n")
             sys.stderr.flush()
             os._exit(2)  # Ray's client may wait for ever for a Ray that is gone; our children die with us
 
-    def _tell(self) -> None:
+    def _report_loss(self) -> None:
         if not self.lost.done():
             self.lost.set_result(self._reason)
 

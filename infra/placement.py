@@ -196,10 +196,10 @@ class Placement:
 
         device = "GPU" if "GPU" in self._bundles[0] else "CPU"
         each = f"{self._bundles[0][device]:g} {device}s"
-        wanted = f"{each} of one node" if len(self._bundles) == 1 else f"{len(self._bundles)} times {each}"
-        nodes = ", ".join(f"{had:g}" for had in sorted((n.get(device, 0) for n in node_resources()), reverse=True))
+        request = f"{each} of one node" if len(self._bundles) == 1 else f"{len(self._bundles)} times {each}"
+        nodes = ", ".join(f"{num:g}" for num in sorted((n.get(device, 0) for n in node_resources()), reverse=True))
         free = ray.available_resources().get(device, 0)
-        return f"{self.name} waits for {wanted}; the nodes of the cluster have {nodes}, and {free:g} are free in all"
+        return f"{self.name} waits for {request}; the nodes of the cluster have {nodes}, and {free:g} are free in all"
 
 
 async def reserve(name: str, bundles: Sequence[dict[str, float]]) -> Placement:

@@ -42,8 +42,8 @@ def free_port(preferred: int = 0, *, host: str = "127.0.0.1") -> int:
 
 def server_listens(port: int) -> bool:
     """True if a server listens on this port of 127.0.0.1."""
-    with socket.socket() as asking:
-        return asking.connect_ex(("127.0.0.1", port)) == 0
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 @contextlib.contextmanager

@@ -50,19 +50,19 @@ def as_score(returned: object, run: Callable[..., object]) -> Score:
     if isinstance(returned, Score):
         rewards = {"reward": returned.reward, **returned.parts}
         if wrong := [name for name, value in rewards.items() if not isinstance(value, float | None)]:
-            what = f"{run.__qualname__} returned a Score whose {wrong[0]} is {rewards[wrong[0]]!r}, and not a number"
-            raise WrongWorkflow(f"{what}. It is at {place_of(run)}")
+            problem = f"{run.__qualname__} returned a Score whose {wrong[0]} is {rewards[wrong[0]]!r}, and not a number"
+            raise WrongWorkflow(f"{problem}. It is at {place_of(run)}")
         if not isinstance(returned.vote, str | None):
-            what = f"{run.__qualname__} returned a Score whose vote is {returned.vote!r}, and not a text"
-            raise WrongWorkflow(f"{what}. It is at {place_of(run)}")
+            problem = f"{run.__qualname__} returned a Score whose vote is {returned.vote!r}, and not a text"
+            raise WrongWorkflow(f"{problem}. It is at {place_of(run)}")
         return returned
     with contextlib.suppress(TypeError):
         if returned is not None:
             return Score(reward=as_number(returned))
     if inspect.iscoroutine(returned):
         returned.close()  # or Python warns of it
-        what = f"{run.__qualname__} returned what was not awaited: write `await` before {returned.__qualname__}(…)"
-        raise WrongWorkflow(f"{what}. It is at {place_of(run)}")
+        problem = f"{run.__qualname__} returned what was not awaited: write `await` before {returned.__qualname__}(…)"
+        raise WrongWorkflow(f"{problem}. It is at {place_of(run)}")
     raise WrongWorkflow(
         f"{run.__qualname__} returned {type(returned).__name__}; one call plays one attempt and returns one Score "
         f"or a number, its reward. Grouping is `n_samples` in the run file. It is at {place_of(run)}"
@@ -92,9 +92,9 @@ OWED: contextvars.ContextVar[list[str]] = contextvars.ContextVar("owed")
 """Set for each group: what in it depends on the clock or on a service elsewhere, see `RolloutGroup.owes`."""
 
 
-def owe(what: str) -> None:
+def owe(problem: str) -> None:
     """Record that this code's group depends on something that draws and replies do not decide."""
-    OWED.get([]).append(what)
+    OWED.get([]).append(problem)
 
 
 def workflow_context() -> WorkflowContext:

@@ -209,8 +209,8 @@ def load_run_file(run: Path | dict[str, Any] | Sequence[Path], overrides: dict[s
 def _read(path: Path) -> dict[str, Any]:
     with path_errors(f"run file {path}"):
         if not path.exists():
-            there = sorted(str(each) for each in path.parent.glob("*.toml"))
-            close = difflib.get_close_matches(str(path), there, n=1)
+            run_files = sorted(str(each) for each in path.parent.glob("*.toml"))
+            close = difflib.get_close_matches(str(path), run_files, n=1)
             hint = f"did you mean {close[0]}?" if close else "see examples/ for some"
             raise ConfigError(f"no run file {path}; {hint}")
         if path.is_dir():
@@ -227,10 +227,10 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Two documents as one, in which `above` counts."""
     merged = dict(below)
     for key, value in above.items():
-        there = below.get(key)
-        there = {"kind": there} if isinstance(there, str) and isinstance(value, dict) else there
-        if isinstance(there, dict) and isinstance(value, dict) and value.get("kind") in (None, there.get("kind")):
-            value = _over(there, value)
+        default = below.get(key)
+        default = {"kind": default} if isinstance(default, str) and isinstance(value, dict) else default
+        if isinstance(default, dict) and isinstance(value, dict) and value.get("kind") in (None, default.get("kind")):
+            value = _over(default, value)
         merged[key] = value
     return merged
 
@@ -372,8 +372,8 @@ def _explain(problem: Any) -> str:
         if kinds := [repr(setting.kind) for setting in keys(RunConfig) if setting.name == key]:
             return f"{key}: no such key here; it is for {key.rpartition('.')[0]}.kind = {' or '.join(kinds)}"
         close = nearest(key, RunConfig)
-        there = f"there are: {', '.join(model.model_fields)}"
-        return f"{key}: no such key; " + (f"did you mean {close!r}?" if close else there)
+        choices = f"there are: {', '.join(model.model_fields)}"
+        return f"{key}: no such key; " + (f"did you mean {close!r}?" if close else choices)
     if problem["type"] == "missing":
         return f"{key}: must be set"
     if problem["type"] == "union_tag_invalid":

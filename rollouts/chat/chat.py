@@ -127,8 +127,8 @@ class Chat:
         the first reply without room is empty), and `ToolUnavailable` when a tool's infrastructure failed.
         """
         if not isinstance(text, str):
-            what = f"chat.ask() takes the user's text, not a {type(text).__name__}"
-            raise TypeError(f"{what}; chat.complete() takes a list of Message")
+            problem = f"chat.ask() takes the user's text, not a {type(text).__name__}"
+            raise TypeError(f"{problem}; chat.complete() takes a list of Message")
         messages = [*self.messages, Message(role="user", content=text)]
         was_out_of_room = self.out_of_room
         while True:

@@ -55,13 +55,13 @@ class ServedPolicy:
         If that is a damaged delta it is overdue, and its anchor is returned: the trainer, which starts at the same
         time, may put the weights back. Raises `InvalidInput` for a version the run does not have, or not any more.
         """
-        wanted = find_policy(self.log, version)
+        policy = find_policy(self.log, version)
         try:
-            return wanted, self._reader.fetch(wanted)
+            return policy, self._reader.fetch(policy)
         except DamagedDelta as error:
-            anchor = find_policy(self.log, wanted.anchor)
-            logger.warning("starting with policy %d instead of %d: %s", anchor.version, wanted.version, error)
-            self.overdue = wanted
+            anchor = find_policy(self.log, policy.anchor)
+            logger.warning("starting with policy %d instead of %d: %s", anchor.version, policy.version, error)
+            self.overdue = policy
             return anchor, self._reader.fetch(anchor)
 
     def base(self) -> Path:

@@ -59,19 +59,19 @@ def files_of(folder: Path, split: str, *, dataset: str, configuration: str = "")
     if declared := _declared(folder, dataset):
         patterns = _patterns(declared, split, dataset=dataset, configuration=configuration)
         files = sorted({file for each in patterns for file in folder.glob(each.lstrip("/")) if file.is_file()})
-        there = f"README.md says under `configs` that it is {', '.join(patterns) or 'none'}"
+        others = f"README.md says under `configs` that it is {', '.join(patterns) or 'none'}"
     else:
         files = _by_name(folder / configuration, split, dataset=dataset)
         beside = sorted(each.name for each in (folder / configuration).glob("[!.]*"))
-        there = f"there are {', '.join(beside[:8]) or 'none'}{', …' if len(beside) > 8 else ''}"
+        others = f"there are {', '.join(beside[:8]) or 'none'}{', …' if len(beside) > 8 else ''}"
     if not files:
         expected = f"expected {split}.jsonl or {split}*.parquet"
-        raise NotFound(f"{folder / configuration} has no file for split {split!r}; {expected}, and {there}")
+        raise NotFound(f"{folder / configuration} has no file for split {split!r}; {expected}, and {others}")
     if len(formats := {(kind_of(file), file.suffix): file.name for file in files}) > 1:
         names = " and ".join(sorted(formats.values()))
         raise InvalidInput(f"dataset = {dataset!r}: split {split!r} is there in two formats, {names}; name one file")
-    wanted = {match[0]: int(match[1]) for file in files for match in _OF.finditer(file.name)}
-    for of, count in wanted.items():
+    counts = {match[0]: int(match[1]) for file in files for match in _OF.finditer(file.name)}
+    for of, count in counts.items():
         if (there_are := sum(of in file.name for file in files)) != count:
             raise InvalidInput(
                 f"dataset = {dataset!r}: split {split!r} has {there_are} of {count} files *{of}*; fetch all"
@@ -115,8 +115,10 @@ def _by_name(folder: Path, split: str, *, dataset: str) -> list[Path]:
             break
     is_usual = word in (*_TRAIN, *itertools.chain(*_HELD_OUT))  # and not `train_sft`
     if both := [str(file) for file in place_of if is_usual and _says(file.name, [word]) and _says(file.name, others)]:
-        what = f"{', '.join(both)} is named for training and for being held out"
-        raise InvalidInput(f"dataset = {dataset!r}: {what}; rename it, or say in README.md under `configs` whose it is")
+        fault = f"{', '.join(both)} is named for training and for being held out"
+        raise InvalidInput(
+            f"dataset = {dataset!r}: {fault}; rename it, or say in README.md under `configs` whose it is"
+        )
     if len(parents := sorted({str(place.parent) for place in place_of.values()})) > 1:
         raise InvalidInput(
             f"dataset = {dataset!r}: split {split!r} is there in several configurations, {', '.join(parents)}; name "

@@ -119,8 +119,8 @@ def _json_rows(file: Path) -> Iterator[tuple[int, Any]]:
         try:
             text = line.decode(encoding)
         except UnicodeDecodeError as error:
-            what = f"byte {error.start + 1} is no {encoding.upper()}: save the file as UTF-8"
-            raise InvalidInput(f"{file}, line {number}: {what}") from None
+            problem = f"byte {error.start + 1} is no {encoding.upper()}: save the file as UTF-8"
+            raise InvalidInput(f"{file}, line {number}: {problem}") from None
         if not text.strip():
             continue
         try:

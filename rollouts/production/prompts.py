@@ -65,8 +65,8 @@ def task_set(state: RunState, tasks: Sequence[Task], *, run: str, split: str = "
             change = f"there were {recorded.count:,}, and now there are {given.count:,}"
         else:
             change = "there are as many, with other ids or in another order"
-        where = ("its prompt order would name others", " from a new epoch")
-        why, how = where if split == "train" else ("scores would be of other problems than before", "")
+        reasons = ("its prompt order would name others", " from a new epoch")
+        why, how = reasons if split == "train" else ("scores would be of other problems than before", "")
         raise InvalidInput(
             f"the tasks of split {split!r} are not those that run {run!r} has had: {change}; {why}. Put the data back, "
             f"or go on with these{how}: --adopt-tasks"

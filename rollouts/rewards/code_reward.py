@@ -127,8 +127,8 @@ def _unpacked(tests: str) -> str:
         steps = [(step.name, argument) for step, argument, _ in pickletools.genops(data)]
         [text] = [argument for name, argument in steps if name not in ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "STOP")]
     except (ValueError, zlib.error) as error:
-        what = "the tests are packed, and not as LiveCodeBench packs its private ones (a pickled text, zlib, base64)"
-        raise InvalidInput(f"{what}: unpack them when you prepare the data") from error
+        fault = "the tests are packed, and not as LiveCodeBench packs its private ones (a pickled text, zlib, base64)"
+        raise InvalidInput(f"{fault}: unpack them when you prepare the data") from error
     return str(text)
 
 
@@ -154,9 +154,9 @@ def _cases(data: Any) -> tuple[str, list[tuple[Any, Any]]]:
         about = {**(metadata if isinstance(metadata, dict) else {}), **member}
         name = str(about.get("fn_name") or about.get("func_name") or "")
         if not name and str(about.get("testtype", about.get("type", ""))).startswith("func"):
-            what = "these tests call a function and do not name it"
+            fault = "these tests call a function and do not name it"
             raise InvalidInput(
-                f'{what}: put {{"fn_name": "…"}} beside their inputs; LiveCodeBench has it in `metadata`'
+                f'{fault}: put {{"fn_name": "…"}} beside their inputs; LiveCodeBench has it in `metadata`'
             )
         names.add(name)
     if len(names) > 1 or not all(name.isidentifier() for name in names if name):
@@ -182,8 +182,8 @@ def _calls(name: str, cases: list[tuple[Any, Any]]) -> str:
             for given, expected in cases
         ]
     except (TypeError, ValueError) as error:
-        what = f"an input or output of {name} is neither a list of arguments nor text with one argument in JSON a line"
-        raise InvalidInput(f"{what}: {error}") from error
+        fault = f"an input or output of {name} is neither a list of arguments nor text with one argument in JSON a line"
+        raise InvalidInput(f"{fault}: {error}") from error
     if all(not isinstance(given, str) and isinstance(out, list) and len(out) == 1 for given, out in cases):
         calls = [[*call, expected[0]] for call, (_, expected) in zip(calls, cases, strict=True)]  # as some of APPS
     lines = [f"assert passes(*calls[{index}])" for index in range(len(calls))]

@@ -117,9 +117,9 @@ def continues(log: RunLog, config: dict[str, Any], *, defaults: dict[str, Any] |
 
     Raises `RunExists` if it has another one and steps.
     """
-    recorded, wanted = run_config(log), absolute_paths(_frozen(config), Path.cwd())
-    here = moved_paths(recorded, local_config(log), wanted)
-    differences = _differences(_filled_in(here, _frozen(defaults or {})), wanted)
+    recorded, requested = run_config(log), absolute_paths(_frozen(config), Path.cwd())
+    local = moved_paths(recorded, local_config(log), requested)
+    differences = _differences(_filled_in(local, _frozen(defaults or {})), requested)
     if differences and log.state.step:
         raise RunExists(
             f"run {log.run_id!r} in {log.store.uri} was started with another configuration; these keys differ: "
@@ -213,12 +213,12 @@ def find_policy(log: RunLog, version: int | None) -> Policy:
     state = log.state
     if state.live is None:
         raise InvalidInput(f"run {log.run_id!r} has no policy yet; train it first")
-    wanted = state.newest_version if version is None else version
-    if wanted not in state.policies:
-        raise InvalidInput(f"run {log.run_id!r} has no policy version {wanted}; it has 0 to {state.newest_version}")
-    if wanted in state.retired_policies:
-        raise InvalidInput(f"policy version {wanted} of run {log.run_id!r} was retired: its weights are gone")
-    return state.policies[wanted]
+    number = state.newest_version if version is None else version
+    if number not in state.policies:
+        raise InvalidInput(f"run {log.run_id!r} has no policy version {number}; it has 0 to {state.newest_version}")
+    if number in state.retired_policies:
+        raise InvalidInput(f"policy version {number} of run {log.run_id!r} was retired: its weights are gone")
+    return state.policies[number]
 
 
 def run_config(log: RunLog) -> dict[str, Any]:

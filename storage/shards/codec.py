@@ -141,8 +141,8 @@ def open_shard(
     try:
         schema = pa.ipc.open_file(pa.py_buffer(data)).schema
         check_schema(schema, name=name)
-        wanted = schema.names if columns is None else [n for n in schema.names if n in {*columns, *beside}]
-        options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(column) for column in wanted])
+        names = schema.names if columns is None else [n for n in schema.names if n in {*columns, *beside}]
+        options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(column) for column in names])
         return pa.ipc.open_file(pa.py_buffer(data), options=options).read_all()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise BadShard(f"shard {name}: not an Arrow IPC file, or cut off ({error})") from error

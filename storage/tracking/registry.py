@@ -240,11 +240,11 @@ class Registry:
     @functools.cached_property
     def _versions(self) -> dict[int, str]:
         """Policy version → MLflow's number, of all that are registered: what MLflow has, and then what is added."""
-        ours = f"name = '{self.model_name}' and run_id = '{self._run_id}'"
+        filter_string = f"name = '{self.model_name}' and run_id = '{self._run_id}'"
         versions: dict[int, str] = {}
         token = None
         while token != "":
-            page = self._client.search_model_versions(ours, max_results=_VERSIONS_AT_ONCE, page_token=token)
+            page = self._client.search_model_versions(filter_string, max_results=_VERSIONS_AT_ONCE, page_token=token)
             versions |= {int(version.tags["millrace.version"]): str(version.version) for version in page}
             token = page.token or ""
         return versions

@@ -335,11 +335,11 @@ def _versions(rows: pa.Table) -> list[int]:
     return [int(version) for version in np.unique(flat(rows["weight_versions"])[flat(rows["loss_mask"])])]
 
 
-def _nearest(wanted: str, ids: Iterable[str]) -> str:
+def _nearest(trajectory_id: str, ids: Iterable[str]) -> str:
     """`; the nearest is …`, among neighbours and equal endings: a comparison with all ids would take long."""
     ordered = sorted(ids)
-    at = bisect_left(ordered, wanted)
-    ending = wanted.partition(".")[2]
+    at = bisect_left(ordered, trajectory_id)
+    ending = trajectory_id.partition(".")[2]
     near = ordered[max(0, at - 5) : at + 5] + [name for name in ordered if ending and name.endswith(ending)][:20]
-    match = difflib.get_close_matches(wanted, near, n=1, cutoff=0.0)
+    match = difflib.get_close_matches(trajectory_id, near, n=1, cutoff=0.0)
     return f"; the nearest is {match[0]!r}" if match else ""

@@ -232,8 +232,8 @@ def _check_choices(nodes: Sequence[ast.AST]) -> None:
             case _:
                 continue
         if name in ("skip", "xfail", *_LATE_SKIPS):
-            what = f"line {getattr(node, 'lineno', 0)}: the tests decide while they run whether one counts"
-            raise CannotRun(f"{what}, so the code could choose: mark it with @pytest.mark.skip, or remove it")
+            problem = f"line {getattr(node, 'lineno', 0)}: the tests decide while they run whether one counts"
+            raise CannotRun(f"{problem}, so the code could choose: mark it with @pytest.mark.skip, or remove it")
 
 
 def _needs_pytest(node: ast.AST) -> bool:

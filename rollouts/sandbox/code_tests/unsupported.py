@@ -116,5 +116,5 @@ def _bound_globals(function: Function, bound_at_top: set[str]) -> Iterator[str]:
     for part in parts:
         if isinstance(part, ast.Assign) and not any(isinstance(each, ast.Call) for each in ast.walk(part.value)):
             for name in {ast.unparse(target) for target in part.targets} & declared:
-                what = f"line {part.lineno}: the tests bind the global {name} in a function"
-                yield f"{what}, where it could be one of the code's: bind it at the top if it is not"
+                problem = f"line {part.lineno}: the tests bind the global {name} in a function"
+                yield f"{problem}, where it could be one of the code's: bind it at the top if it is not"
