@@ -1,4 +1,4 @@
-"""Tables of the run file: what they have in common, their keys, and the key that an unknown one means.
+"""Tables of the run file: what they have in common, their keys, and what is wrong with a value or an unknown key.
 
 In: a pydantic model. Out: its keys with type, default, range and help, for `millrace config`, `docs/configuration.md`
 and hints. The text under each field is its help, here and in the Prefect form.
@@ -11,7 +11,8 @@ import functools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import date
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -172,6 +173,46 @@ def nearest(name: str, model: type[BaseModel]) -> str:
         return by_last_name[last if last in by_last_name else close[0]]
     other = difflib.get_close_matches(word, OTHER_WORDS, n=1, cutoff=0.8)
     return OTHER_WORDS[other[0]] if other else ""
+
+
+def explain(problem: Any, root: type[BaseModel]) -> str:
+    """What a user should change, for one of the errors that pydantic lists when it checks a `root` document."""
+    key, model = _locate(problem["loc"], root)
+    if problem["type"] == "extra_forbidden":
+        if kinds := [repr(setting.kind) for setting in keys(root) if setting.name == key]:
+            return f"{key}: no such key here; it is for {key.rpartition('.')[0]}.kind = {' or '.join(kinds)}"
+        close = nearest(key, root)
+        choices = f"there are: {', '.join(model.model_fields)}"
+        return f"{key}: no such key; " + (f"did you mean {close!r}?" if close else choices)
+    if problem["type"] == "missing":
+        return f"{key}: must be set"
+    if problem["type"] == "union_tag_invalid":
+        return f"{key}.kind = {problem['ctx']['tag']!r}: there are {problem['ctx']['expected_tags']}"
+    if problem["type"] == "string_type" and isinstance(problem["input"], date | int | float):  # a bool is an int
+        return f'{key} = {problem["input"]} is no text: put it into quotes, {key} = "{problem["input"]}"'
+    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{key} = {problem['input']!r} is no table: write its keys below [{key}]"
+    message = problem["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
+    return f"{key} = {problem['input']!r}: {message}" if key else message
+
+
+def _locate(location: Sequence[str | int], root: type[BaseModel]) -> tuple[str, Any]:
+    """The dotted key as a user writes it, and the model it is looked up in."""
+    key: list[str] = []
+    model: Any = root
+    members: list[Any] = [root]
+    for part in location:
+        by_kind = [m for m in members if "kind" in m.model_fields and m.model_fields["kind"].default == part]
+        if len(members) > 1 and by_kind:
+            members = by_kind  # pydantic names the kind on the way; users do not write it there
+            continue
+        key.append(str(part))
+        model = members[0] if members else model
+        field = model.model_fields.get(part)
+        annotation = None if field is None else field.annotation
+        parts = get_args(annotation) or (annotation,)
+        members = [m for m in parts if isinstance(m, type) and issubclass(m, BaseModel)]
+    return ".".join(key), model
 
 
 def _walk(table: dict[str, Any], tables: dict[str, Any], *, prefix: str, kind: str) -> Iterator[Key]:

@@ -11,13 +11,12 @@ import difflib
 import functools
 import tomllib
 from collections.abc import Iterator, Sequence
-from datetime import date
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from settings.block import Block, keys, nearest
+from settings.block import Block, explain
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput, path_errors
 from settings.evaluation import EvaluationSettings
@@ -264,7 +263,7 @@ def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
     try:
         return RunConfig(**document)
     except ValidationError as error:
-        lines = [_explain(problem) for problem in error.errors()]
+        lines = [explain(problem, RunConfig) for problem in error.errors()]
         raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
 
 
@@ -364,42 +363,3 @@ def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None
             raise ConfigError(f"{source}: cannot set {key}, because {table} is no table but {target[table]!r}")
         target = target[table]
     target[name] = value
-
-
-def _explain(problem: Any) -> str:
-    key, model = _locate(problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        if kinds := [repr(setting.kind) for setting in keys(RunConfig) if setting.name == key]:
-            return f"{key}: no such key here; it is for {key.rpartition('.')[0]}.kind = {' or '.join(kinds)}"
-        close = nearest(key, RunConfig)
-        choices = f"there are: {', '.join(model.model_fields)}"
-        return f"{key}: no such key; " + (f"did you mean {close!r}?" if close else choices)
-    if problem["type"] == "missing":
-        return f"{key}: must be set"
-    if problem["type"] == "union_tag_invalid":
-        return f"{key}.kind = {problem['ctx']['tag']!r}: there are {problem['ctx']['expected_tags']}"
-    if problem["type"] == "string_type" and isinstance(problem["input"], date | int | float):  # a bool is an int
-        return f'{key} = {problem["input"]} is no text: put it into quotes, {key} = "{problem["input"]}"'
-    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{key} = {problem['input']!r} is no table: write its keys below [{key}]"
-    message = problem["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
-    return f"{key} = {problem['input']!r}: {message}" if key else message
-
-
-def _locate(location: Sequence[str | int]) -> tuple[str, Any]:
-    """The dotted key as a user writes it, and the model it is looked up in."""
-    key: list[str] = []
-    model: Any = RunConfig
-    members: list[Any] = [RunConfig]
-    for part in location:
-        by_kind = [m for m in members if "kind" in m.model_fields and m.model_fields["kind"].default == part]
-        if len(members) > 1 and by_kind:
-            members = by_kind  # pydantic names the kind on the way; users do not write it there
-            continue
-        key.append(str(part))
-        model = members[0] if members else model
-        field = model.model_fields.get(part)
-        annotation = None if field is None else field.annotation
-        parts = get_args(annotation) or (annotation,)
-        members = [m for m in parts if isinstance(m, type) and issubclass(m, BaseModel)]
-    return ".".join(key), model
