@@ -38,6 +38,9 @@ from settings.redaction import redact_error, without_secrets
 
 logger = logging.getLogger("millrace.cluster")
 
+LAG_SECONDS = 10.0
+"""How long after one rank has failed the others may take to fail too."""
+
 _SYSTEM_CONFIG = {
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
@@ -74,11 +77,11 @@ class Hosted:
         self._placement = placement
 
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """Await `method(*arguments, **keywords)` over there.
+        """Await `method(*arguments, **keywords)` of the object.
 
-        Raises what it raised, as its own type, with a note that has the traceback from over there; `RaisedInWorker`
-        if that type cannot come here; `StartFailed` if it is no `UserError` and `open` raised it; `WorkerDied` when the
-        process is gone; `RayLost` when all are.
+        Raises what it raised, as its own type, with its traceback as a note; `RaisedInWorker` if that type cannot come
+        to this process; `StartFailed` if it is no `UserError` and `open` raised it; `WorkerDied` when the process is
+        gone; `RayLost` when Ray is.
         """
         try:
             return await self._awaited(self._actor.call.remote(method, arguments, keywords), method)
@@ -94,7 +97,7 @@ class Hosted:
         return str(address), int(port)
 
     async def prepare(self, environment: dict[str, str]) -> None:
-        """Set environment variables over there before the object is opened."""
+        """Set environment variables of the process before the object is opened."""
         await self._awaited(self._actor.prepare.remote(environment), "prepare")
 
     def kill(self) -> None:
@@ -124,12 +127,11 @@ class Hosted:
 class HostedGroup:
     """The same object in several processes that compute as one. If one fails and the others do not, all end."""
 
-    def __init__(self, name: str, ranks: Sequence[Hosted], placement: Placement, *, lag_seconds: float) -> None:
+    def __init__(self, name: str, ranks: Sequence[Hosted], placement: Placement) -> None:
         self.name = name
         self.log_file = ranks[0].log_file
         self._ranks = ranks
         self._placement = placement
-        self._lag_seconds = lag_seconds
         self._ended = ""
 
     async def introduce(self) -> None:
@@ -155,7 +157,7 @@ class HostedGroup:
         """Await `method(*arguments, **keywords)` on every rank; returns what rank 0 does.
 
         Raises what a rank raised, with a note that names the rank; an error with an attribute `rank` stands for that
-        rank's error. If the others do not fail too within `lag_seconds`, or a process is gone (`WorkerDied`), all
+        rank's error. If the others do not fail too within `LAG_SECONDS`, or a process is gone (`WorkerDied`), all
         processes are killed, and later calls raise `WorkerDied`.
         """
         if self._ended:
@@ -164,7 +166,7 @@ class HostedGroup:
         try:
             done, running = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if running:
-                await asyncio.wait(running, timeout=self._lag_seconds)
+                await asyncio.wait(running, timeout=LAG_SECONDS)
         finally:
             for call in calls:
                 call.cancel()
@@ -273,12 +275,10 @@ class Cluster:
             options = placement.options(0)
         return self._start(name, path, options=options, placement=placement)
 
-    async def host_group(
-        self, name: str, path: str, *, num_ranks: int, num_gpus: float = 0, lag_seconds: float = 10.0
-    ) -> Hosted | HostedGroup:
+    async def host_group(self, name: str, path: str, *, num_ranks: int, num_gpus: float = 0) -> Hosted | HostedGroup:
         """The same object in `num_ranks` processes, for torch.distributed as torchrun would have started them.
 
-        `num_gpus` are for each; `lag_seconds` is how long after a rank has failed the others may take to fail too.
+        `num_gpus` are for each.
         """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -295,7 +295,7 @@ class Cluster:
             self._process(f"rank {rank} of {name}", path, log_name=log, options=placement.options(rank))
             for rank, log in enumerate(logs)
         ]
-        group = HostedGroup(name, ranks, placement, lag_seconds=lag_seconds)
+        group = HostedGroup(name, ranks, placement)
         self._hosted.append(group)
         await group.introduce()
         return group
@@ -361,7 +361,7 @@ class Cluster:
 
 
 def _keep(file: Path, message: dict[str, Any], **_: Any) -> None:
-    """Append what Ray says of itself to a log file; what matters of it, `Hosted.call` raises."""
+    """Append Ray's messages to a log file; of those that matter `Hosted.call` raises errors."""
     with contextlib.suppress(OSError), open(file, "a") as log:
         log.writelines(f"{line}\n" for line in message["lines"])
 
@@ -388,7 +388,7 @@ async def _result(reply: Awaitable[Any], name: str, watch: Watch) -> Any:
 
 
 async def close(hosted: Hosted | HostedGroup) -> None:
-    """Let it end in its own way, if it still answers."""
+    """Let a worker end in its own way, if it still answers."""
     try:
         async with asyncio.timeout(20):
             await hosted.call("close")

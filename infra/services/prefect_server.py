@@ -20,11 +20,9 @@ import httpx
 
 from infra.forks import end_with_parent
 from infra.ports import free_port
-from infra.services.services import ServiceFailed
+from infra.services.services import SECONDS_TO_START, ServiceFailed
 from infra.user_code import own_command
 
-SECONDS_TO_START = 300.0
-"""One that ends is noticed at once; a busy machine needs minutes."""
 _LOOK_SECONDS = 0.1
 
 

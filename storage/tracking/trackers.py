@@ -1,6 +1,6 @@
 """The other places that a run's metrics go to, beside MLflow: TensorBoard, Trackio and Weights & Biases.
 
-    log entry with metrics ─▶ row n ─▶ row n of the run over there
+    log entry with metrics ─▶ row n ─▶ row n of the same run there
 
 In: a run's log. Out: a row for each step and each evaluation, under MLflow's names. Rows are counted: those that a
 place has are not sent again. So a run that was killed, or could not reach the place, goes on where the place stands.
