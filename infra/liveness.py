@@ -77,7 +77,7 @@ class Watch:
         return task.result()
 
     def end(self) -> None:
-        """Look no more."""
+        """End the watch."""
         self._over.set()
 
     def raylet_is_gone(self) -> str:

@@ -48,9 +48,9 @@ class _Code(types.ModuleType):
 def _library(plan: TestPlan) -> dict[str, Any]:
     """What the tests use of Python without importing it, as if the code's imports were theirs."""
     values: dict[str, Any] = {}
-    for name, attributes in plan.wanted.items():
+    for name, attributes in plan.code_names.items():
         is_module = name in sys.stdlib_module_names and "" not in attributes
-        if is_module or (name in LIBRARY and plan.wanted.keys() - LIBRARY.keys()):
+        if is_module or (name in LIBRARY and plan.code_names.keys() - LIBRARY.keys()):
             with contextlib.suppress(ImportError):
                 module = importlib.import_module(name if is_module else LIBRARY[name])
                 if not is_module or all(hasattr(module, attribute) for attribute in attributes):

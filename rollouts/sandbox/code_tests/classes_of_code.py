@@ -69,18 +69,18 @@ def _compared(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr, bool]]:
             yield left, right, name.removeprefix("assert") in _ASSERTS
 
 
-def met_with_data(nodes: Sequence[ast.AST], makers: Makers, classes: set[str], wanted: set[str]) -> Iterator[str]:
+def met_with_data(nodes: Sequence[ast.AST], makers: Makers, classes: set[str], code_names: set[str]) -> Iterator[str]:
     """Sentences: where objects of the code are compared with plain data, or may be what computes with it.
 
     Args:
         classes: As `classes_of_code`.
-        wanted: Names of the code.
+        code_names: What the tests use of the code.
     """
     differences = {id(part) for node in nodes for part in _differences(node)}
 
     def named_as_class(node: ast.AST) -> str:
         name = makers.of(node)
-        is_class = name in wanted and name[:1].isupper() and (len(name) == 1 or not name.isupper())
+        is_class = name in code_names and name[:1].isupper() and (len(name) == 1 or not name.isupper())
         return name if is_class else ""
 
     for node in nodes:
@@ -95,7 +95,7 @@ def met_with_data(nodes: Sequence[ast.AST], makers: Makers, classes: set[str], w
                     )
         for value, others in _operands(node):
             name = named_as_class(value)
-            is_data = not any(makers.within(other) & (wanted | classes) for other in others)
+            is_data = not any(makers.within(other) & (code_names | classes) for other in others)
             if name and name not in classes and is_data and id(node) not in differences:
                 yield (
                     f"{_quoted(node)} computes with plain data, and the tests do not say "

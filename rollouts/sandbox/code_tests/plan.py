@@ -53,7 +53,7 @@ class TestPlan:
     functions: dict[str, int]
     """Names of test functions and classes → how many tests each has, at least."""
     needs_pytest: bool
-    wanted: dict[str, set[str]]
+    code_names: dict[str, set[str]]
     """Names that the tests use and do not have → the attributes that they use of them, "" if the name itself."""
     classes: set[str]
     """Names that they use as classes: only objects made by these are asked to compute with plain data."""
@@ -70,7 +70,7 @@ class TestPlan:
         """True if a name of the code's is one that the tests are meant to use."""
         is_python = hasattr(builtins, name) or name in sys.stdlib_module_names or name in LIBRARY
         is_free = name not in self.own and not is_python and not name.startswith("__")
-        return name in self.wanted or (self.is_dynamic and is_free)
+        return name in self.code_names or (self.is_dynamic and is_free)
 
     @property
     def num_tests(self) -> int:
@@ -109,13 +109,13 @@ def read_tests(source: str) -> TestPlan:
         statements = [node for node in body if isinstance(node, ast.Expr) and _calls_something(node.value)]
     if not functions and not statements:
         raise CannotRun("the tests have no assert, no test function and no call, so there is nothing to pass")
-    wanted = {name: _attributes(nodes, name) for name in used - own if not hasattr(builtins, name)}
+    code_names = {name: _attributes(nodes, name) for name in used - own if not hasattr(builtins, name)}
     is_dynamic = bool(used & {"eval", "exec", "globals", "locals", "vars"})
-    if not wanted and not is_dynamic and not any(_module(node) == "solution" for node in nodes):
+    if not code_names and not is_dynamic and not any(_module(node) == "solution" for node in nodes):
         raise CannotRun(
             "the tests use no name that the code could define; to test one that Python has, import it from solution"
         )
-    given = {"solution", *(wanted.keys() - LIBRARY.keys()), *_imported_from_solution(nodes)}
+    given = {"solution", *(code_names.keys() - LIBRARY.keys()), *_imported_from_solution(nodes)}
     for node in nodes:
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base).partition(".")[0] in given for base in node.bases):
             raise CannotRun(
@@ -132,7 +132,7 @@ def read_tests(source: str) -> TestPlan:
         statements,
         functions,
         needs_pytest,
-        wanted,
+        code_names,
         classes,
         own,
         is_dynamic,
