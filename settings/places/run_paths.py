@@ -54,7 +54,7 @@ def local_paths(document: Mapping[str, Any], folders: Sequence[Path]) -> dict[st
 
 
 def moved_paths(recorded: Mapping[str, Any], here: dict[str, Any], requested: Mapping[str, Any]) -> dict[str, Any]:
-    """`here`, which `local_paths` made of `recorded`, with the paths of `wanted` for files that were moved.
+    """`here`, which `local_paths` made of `recorded`, with the paths of `requested` for files that were moved.
 
     A file was moved if nothing is left at its old place, and the new path ends like the recorded relative one.
     """
