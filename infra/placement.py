@@ -63,7 +63,7 @@ def gpu_memory() -> list[GpuMemory]:
 
 
 def has_cores_for(num_processes: int) -> bool:
-    """Whether each of so many processes may start at the same time and have a core of this machine meanwhile."""
+    """True if this machine has a core for each of so many processes."""
     return len(os.sched_getaffinity(0)) >= num_processes
 
 

@@ -108,7 +108,7 @@ class Workflow:
     def __init__(self, dataset: str | None = None) -> None:
         self._dataset = dataset
         self.dataset_was_read = False
-        """Whether anything has asked for `dataset`."""
+        """True if `dataset` has been read."""
 
     @property
     def dataset(self) -> str | None:

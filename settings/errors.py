@@ -99,7 +99,7 @@ def path_errors(what: str) -> Iterator[None]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error or its cause is that of a full disk: by its number, or by its words if the library sets none."""
+    """True if an error or its cause is that of a full disk: by its number, or by its words if the library sets none."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(is_disk_full, error.exceptions))
     if isinstance(error, DiskFull) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
@@ -201,7 +201,7 @@ def failure_kind(text: str) -> str:
 
 
 def has_users_frames(error: BaseException) -> bool:
-    """Whether the error, or what caused it, came through code of the user's."""
+    """True if the error, or what caused it, came through code of the user's."""
     return bool(_frames(error, users_only=True))
 
 
@@ -276,7 +276,7 @@ def _limited(head: str, frames: list[str]) -> str:
 
 @cache
 def _is_users(file: str) -> bool:
-    """Whether a source file belongs to the user, and not to Millrace, to Python or to an installed package."""
+    """True if a source file belongs to the user, and not to Millrace, to Python or to an installed package."""
     if file.startswith("<"):
         return False
     path, root = Path(file).resolve(), Path(__file__).resolve().parents[1]

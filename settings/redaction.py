@@ -144,7 +144,7 @@ _PASSWORD = re.compile(r"://[^\s:/?#@]*:([^\s]*)@")
 
 
 def holds_secret(text: str) -> bool:
-    """Whether an address, or another setting, has a secret in it."""
+    """True if an address, or another setting, has a secret in it."""
     return any(form.search(text) for form, _ in (*_IN_ADDRESS, *_SHAPES))
 
 

@@ -51,7 +51,7 @@ class ParsedReply:
     content: str
     """The text outside the calls."""
     tool_calls: list[CallRequest]
-    """In the order they were written."""
+    """The calls, in the order they were written."""
     malformed_calls: list[tuple[int, str]] = field(default_factory=list)
     """Calls that begin and cannot be read: how many readable ones stand before it, and its text."""
 

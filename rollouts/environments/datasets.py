@@ -96,7 +96,7 @@ def _words(split: str) -> tuple[str, ...]:
 
 
 def _says(name: str, words: Iterable[str]) -> bool:
-    """Whether one of the words is in a name as a word of its own."""
+    """True if one of the words is in a name as a word of its own."""
     return re.search(rf"(?:^|[-._ 0-9])(?:{'|'.join(map(re.escape, words))})(?:[-._ 0-9]|$)", name, re.I) is not None
 
 

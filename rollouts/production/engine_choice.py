@@ -49,7 +49,7 @@ def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:
 
 
 def pays_back(config: RunConfig, weights_bytes: int) -> bool:
-    """Whether an engine on CPUs gains more in this run by compiling the model than the compiler takes: a small model
+    """True if an engine on CPUs gains more in this run by compiling the model than the compiler takes: a small model
     gains some of the time around its products, a larger one nothing, in as many tokens as the run may sample."""
     most_tokens = config.steps * config.batch_size * config.n_samples * config.sampling.max_tokens
     return weights_bytes < _GAINS_BELOW and most_tokens >= _PAYS_FROM

@@ -381,7 +381,7 @@ class RolloutWorker:
         await self.leases.presence.leave()
 
     def _is_committed(self, group: RolloutGroup) -> bool:
-        """Whether another worker has committed this prompt, or this very attempt at it that came to nothing."""
+        """True if another worker has committed this prompt, or this very attempt at it that came to nothing."""
         state = self.log.state
         logged = state.groups.get(group.id)
         return group.position in state.positions or (logged is not None and logged.position == group.position)

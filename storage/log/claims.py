@@ -75,7 +75,7 @@ def oldest_needed(config: RunConfig) -> int:
 
 
 def is_fixed(config: RunConfig) -> bool:
-    """Whether neither the policy that samples a group nor the step that trains it depends on the moment."""
+    """True if neither the policy that samples a group nor the step that trains it depends on the moment."""
     synchronous = not config.max_staleness and config.train.steps_per_update == 1
     return synchronous or config.rollout.schedule == "fixed"
 
@@ -94,7 +94,7 @@ def num_needed(state: RunState, config: RunConfig) -> int:
 
 
 def has_sampled_all(version: int, state: RunState, config: RunConfig) -> bool:
-    """Whether the log holds all groups that may be sampled before there is a newer policy than `version`."""
+    """True if the log holds all groups that may be sampled before there is a newer policy than `version`."""
     return min(num_allowed(version, config), num_needed(state, config)) <= num_committed(state, config)
 
 
@@ -233,7 +233,7 @@ def waits_for_batch(config: RunConfig) -> str:
 
 
 def streams(config: RunConfig) -> bool:
-    """Whether gradients of finished groups are added up before the batch is there."""
+    """True if gradients of finished groups are added up before the batch is there."""
     return config.train.stream and not waits_for_batch(config)
 
 

@@ -77,7 +77,7 @@ class Presence:
         withdraw(self._log, self.holder, reason="left")
 
     async def _give_signs(self) -> None:
-        """In the worker's own event loop: if it hangs, the signs end."""
+        """Run in the worker's own event loop: if it hangs, the signs end."""
         while True:
             await asyncio.sleep(self._lease_timeout / SIGNS)
             try:

@@ -21,7 +21,7 @@ GAP = "trainer–engine gap:"
 
 
 _LARGEST_GAP = 1.0
-"""For a run from before there was a setting, in nats per token."""
+"""The bound of a run that was recorded before the setting existed, in nats per token."""
 
 
 def gap_of(config: dict[str, Any]) -> float:

@@ -47,7 +47,7 @@ class Columns(NamedTuple):
     positions: list[int] | None = None
     """Places in the prompt order, of a training shard's groups or of a lease."""
     retried: list[bool] | None = None
-    """Whether the prompt of each group of a training shard runs again."""
+    """True if the prompt of each group of a training shard runs again."""
     outcomes: list[int] | None = None
     """What became of each group of a claim, as an index into `OUTCOMES`."""
 

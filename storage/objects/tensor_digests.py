@@ -45,7 +45,7 @@ def tensor_digests(tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 
 def is_zero(digest: str) -> bool:
-    """Whether every bit of the tensor is 0."""
+    """True if every bit of the tensor is 0."""
     return digest.endswith(" " + 32 * "0")
 
 

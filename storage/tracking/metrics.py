@@ -78,7 +78,7 @@ def accepted_name(name: str) -> str:
 
 
 def is_refusal(error: Any) -> bool:
-    """Whether MLflow understood and will say the same next time; it is no outage, and no missing permission."""
+    """True if MLflow refused the request itself: no outage, no missing permission, and the same next time."""
     return 400 <= error.get_http_status_code() < 500 and error.get_http_status_code() not in (401, 403, 408, 429)
 
 

@@ -95,7 +95,7 @@ def _birth(run: Any) -> str:
 
 
 def _is_still_in(store: str, run_id: str, birth: str) -> bool:
-    """Whether a store has the run with this birth id."""
+    """True if a store has the run with this birth id."""
     try:
         return birth_id(RunLog(open_store(store), run_id)) == birth
     except (UserError, OSError):

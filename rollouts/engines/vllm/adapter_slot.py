@@ -40,7 +40,7 @@ _VISIBLE = 1e-3  # nats, far above rounding: the check at the start must change 
 
 
 def merges(arguments: Mapping[str, Any], base: Path) -> bool:
-    """Whether an engine with these arguments of vLLM serves the base model with its adapter merged into it: on CPUs,
+    """True if an engine with these arguments of vLLM serves the base model with its adapter merged into it: on CPUs,
     unless the user has set `enable_lora`, or the base's weights are quantised."""
     is_quantised = "quantization" in arguments or bool(model_config(base).get("quantization_config"))
     return is_cpu_build() and "enable_lora" not in arguments and not is_quantised

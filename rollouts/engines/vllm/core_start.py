@@ -39,12 +39,12 @@ class CoreFailed(Exception):
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM computes on CPUs."""
+    """True if the installed vLLM computes on CPUs."""
     return any(distributions(name=CPU_BUILD))
 
 
 def needs_gpu() -> bool:
-    """Whether a vLLM is installed that computes on GPUs alone."""
+    """True if a vLLM is installed that computes on GPUs alone."""
     return any("cpu" not in each.version for each in distributions(name="vllm")) and not is_cpu_build()
 
 

@@ -74,7 +74,7 @@ class TestPlan:
 
     @property
     def num_tests(self) -> int:
-        """At least; what is parametrized counts once."""
+        """The least number of tests: a parametrized one counts once."""
         return len(self.statements) + sum(self.functions.values())
 
 
