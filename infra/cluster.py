@@ -24,6 +24,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +65,15 @@ class RaisedInWorker(Exception):
     """What a worker raised was of a class that cannot come to this process; the message has its name and words."""
 
 
+@dataclass(eq=False)
 class Hosted:
     """A handle to an object in another process, and to the place that is given back when the process ends."""
 
-    def __init__(
-        self, name: str, actor: Any, log_file: Path, placement: Placement | None = None, *, watch: Watch
-    ) -> None:
-        self.name = name
-        self.log_file = log_file
-        self._actor = actor
-        self._watch = watch
-        self._placement = placement
+    name: str
+    log_file: Path
+    _actor: Any
+    _watch: Watch
+    _placement: Placement | None = None
 
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await `method(*arguments, **keywords)` of the object.
@@ -314,7 +313,7 @@ class Cluster:
         log_file = self._log_folder / f"{log_name}.log"
         actor_class = ray.remote(Host).options(max_concurrency=100, **options)
         actor = actor_class.remote(path, str(log_file), self._environment)
-        return Hosted(name, actor, log_file, placement, watch=self._watch)
+        return Hosted(name, log_file, actor, self._watch, placement)
 
     @property
     def gpus_per_worker(self) -> float:
