@@ -175,6 +175,15 @@ def nearest(name: str, model: type[BaseModel]) -> str:
     return OTHER_WORDS[other[0]] if other else ""
 
 
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a nested configuration; an empty table is a value."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from leaves(inner, f"{key}.{name}" if key else name)
+    else:
+        yield key, value
+
+
 def explain(problem: Any, root: type[BaseModel]) -> str:
     """What a user should change, for one of the errors that pydantic lists when it checks a `root` document."""
     key, model = _locate(problem["loc"], root)

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from settings.block import Block, explain
+from settings.block import Block, explain, leaves
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput, path_errors
 from settings.evaluation import EvaluationSettings
@@ -293,15 +293,6 @@ def _kinds(table: dict[str, Any]) -> dict[str, Any]:
     below = {key: _kinds(value) for key, value in table.items() if isinstance(value, dict)}
     chosen = {key: table[key] for key in ("kind", "preset") if isinstance(table.get(key), str)}
     return chosen | {key: kinds for key, kinds in below.items() if kinds}
-
-
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a nested configuration; an empty table is a value."""
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from leaves(inner, f"{key}.{name}" if key else name)
-    else:
-        yield key, value
 
 
 def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:

@@ -30,9 +30,9 @@ from cli.ui.groups import group_lists
 from cli.ui.metrics import described
 from cli.ui.prompts import VISITS, prompt_history
 from infra.environment import cache_folder
+from settings.block import leaves
 from settings.errors import InvalidInput, NotFound, counted, in_one_line, missing_package
 from settings.redaction import without_secrets
-from settings.run_file import leaves
 from storage.log.entries import OUTCOMES
 from storage.log.history import to_json
 from storage.log.promotion import CHAMPION, gap_of, why_not_promote

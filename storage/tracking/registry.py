@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from settings.block import leaves
 from settings.redaction import without_secrets
-from settings.run_file import leaves
 from settings.tracking import TraceSettings
 from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step
 from storage.log.history import to_json
