@@ -34,10 +34,11 @@ from cli.terminal.console import open_console
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.draws import seed_of
-from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.engines.vllm.vllm_engine import VllmEngine
 from rollouts.production.attempts import Player
 from rollouts.production.prompts import Prompt, PromptOrder
 from rollouts.rewards.scoring import RewardPool
+from settings.engine import EngineSettings
 from settings.run_file import RunConfig, make_config
 from settings.warmup import WarmupSettings
 from storage.records import RolloutGroup, Sampling
@@ -69,13 +70,8 @@ class Bench:
     def __init__(self, model: Path, scratch: Path) -> None:
         self._model, self._scratch = model, scratch
         self._tokens, self._workflow = ChatTokens.load(model), Arithmetic()
-        self.engine = VllmEngine(
-            max_model_len=64,
-            seed=0,
-            update_mode="wait",
-            clear_cache_on_reload=True,
-            arguments={"dtype": "float32", "enforce_eager": True, "max_num_seqs": 512},
-        )
+        arguments = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 512}
+        self.engine = VllmEngine(EngineSettings(max_model_len=64, update_mode="wait", vllm=arguments), seed=0)
         self.rewards = RewardPool(num_processes=1, timeout=60)
         self._serves_base = True
 

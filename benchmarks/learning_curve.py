@@ -16,7 +16,8 @@ from cli.operate.status import run_status
 from settings.places.state_folder import store_uri
 from storage.log.entries import Evaluation, Step
 from storage.log.run_log import RunLog
-from storage.log.runs import open_run, own_scores, run_config
+from storage.log.runs import open_run, run_config
+from storage.log.scores import own_scores
 from storage.objects.opening import open_store
 
 TOOL_CALLS = "tool_calls_per_attempt"

@@ -46,7 +46,7 @@ _SECONDS = 150.0
 """Time of one proof."""
 _JSON = Path("docs/models.json")
 _IMPORTED = ["peft", "tests.architectures", "trainers.checkpoint", "trainers.trainer", "vllm.entrypoints.llm"]
-_IMPORTED += ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollouts.engines.vllm_lora"]
+_IMPORTED += ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollouts.engines.vllm.adapter_slot"]
 _PAGE = """# Models
 
 What is proven of each architecture, on tiny random models with every kind of layer that it has, in float32 on a CPU.
@@ -277,7 +277,7 @@ def _served(base: Path, policies: Sequence[Path]) -> str:
 
 
 def _slot(base: Path, adapter: Path) -> str:
-    from rollouts.engines.vllm_lora import adapter_arguments, slot_request
+    from rollouts.engines.vllm.adapter_slot import adapter_arguments, slot_request
 
     with _trainer() as trainer:
         llm, gaps = _llm(base, **adapter_arguments(_RANK)), []
@@ -319,12 +319,12 @@ def _llm(base: Path, **arguments: Any) -> Any:
     from vllm import LLM
     from vllm.model_executor.models import registry
 
-    from rollouts.engines.vllm_core import with_latent_attention
+    from rollouts.engines.vllm.core_start import with_latent_attention
 
     vars(registry)["_run_in_subprocess"] = lambda look: look()  # one that would import all of vLLM
     chosen: dict[str, Any] = {"max_model_len": 128, "max_num_batched_tokens": 256, "max_num_seqs": 8, "seed": 0}
     chosen |= {"kv_cache_memory_bytes": 2**28, "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
-    chosen |= {"worker_extension_cls": "rollouts.engines.vllm_worker.ReloadExtension", **arguments}
+    chosen |= {"worker_extension_cls": "rollouts.engines.vllm.worker_extension.ReloadExtension", **arguments}
     chosen |= {"logprobs_mode": "processed_logprobs"}
     if "attention_chunk_size" in (base / "config.json").read_text():
         chosen["block_size"] = _CHUNK

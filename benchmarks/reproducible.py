@@ -29,7 +29,8 @@ from rich.table import Table
 
 from cli.terminal.console import open_console
 from rollouts.engines.engine import Generation
-from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.engines.vllm.vllm_engine import VllmEngine
+from settings.engine import EngineSettings
 from storage.objects.digests import seal_folder
 from storage.records import Sampling
 
@@ -98,18 +99,13 @@ async def measure(*, shape: str, dtype: str, requests: int, repetitions: int) ->
     speeds: dict[bool, list[float]] = {True: [], False: []}
     costs: dict[bool, list[float]] = {True: [], False: []}
     equal, seconds_to_start, engines = {}, {}, {}
+    arguments = {"dtype": dtype, "enforce_eager": True, "enable_prefix_caching": False}
+    settings = EngineSettings(max_model_len=256, vllm=arguments)
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
         model = make_model(Path(scratch) / "model", shape=shape, dtype=dtype)
         try:
             for exact in (True, False):
-                engines[exact] = VllmEngine(
-                    max_model_len=256,
-                    seed=0,
-                    update_mode="keep",
-                    clear_cache_on_reload=True,
-                    reproducible=exact,
-                    arguments={"dtype": dtype, "enforce_eager": True, "enable_prefix_caching": False},
-                )
+                engines[exact] = VllmEngine(settings, seed=0, reproducible=exact)
                 begun = time.perf_counter()
                 await engines[exact].start(model, 0)
                 seconds_to_start[exact] = time.perf_counter() - begun

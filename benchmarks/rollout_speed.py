@@ -38,13 +38,14 @@ from cli.terminal.console import open_console
 from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.engine import UpdateMode, WeightUpdate
-from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.engines.vllm.vllm_engine import VllmEngine
 from rollouts.production.attempts import Player
 from rollouts.production.executor import Executor
 from rollouts.production.prompts import Prompt, PromptOrder
 from rollouts.production.quota import Quota
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, Workflow
+from settings.engine import EngineSettings
 from settings.run_file import make_config
 from storage.log.entries import Shard
 from storage.log.runs import create_run
@@ -239,13 +240,8 @@ async def measure(*, groups: int, repetitions: int, rounds: int, hidden_size: in
     """Everything, as the JSON it is saved as."""
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
         policies = make_policies(Path(scratch), hidden_size=hidden_size, num_layers=num_layers)
-        engine = VllmEngine(
-            max_model_len=256,
-            seed=0,
-            update_mode="keep",
-            clear_cache_on_reload=True,
-            arguments={"dtype": "float32", "enforce_eager": True, "max_num_seqs": 256},
-        )
+        arguments = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 256}
+        engine = VllmEngine(EngineSettings(max_model_len=256, vllm=arguments), seed=0)
         await engine.start(policies[0], 0)
         bench = Bench(policies[0], engine, groups, Sampling(max_tokens=192))
         try:

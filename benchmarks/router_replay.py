@@ -60,7 +60,7 @@ def _measure(name: str, dtype: str, folder: Path) -> dict[str, Any]:
     from vllm import SamplingParams
 
     from benchmarks.models import _llm, _trainer
-    from rollouts.engines.vllm_core import with_routes
+    from rollouts.engines.vllm.core_start import with_routes
     from tests.architectures import tiny_config, tiny_folder
 
     model_type, sizes = _MODELS[name]

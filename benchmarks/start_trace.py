@@ -28,7 +28,7 @@ FUNCTIONS = {
     "infra.services.prefect_server": ["ServerBeside.answers"],
     "tasks.base_model": ["store_model"],
     "infra.worker_process": ["Host.call"],
-    "rollouts.engines.vllm_engine": ["VllmEngine.start"],
+    "rollouts.engines.vllm.vllm_engine": ["VllmEngine.start"],
     "vllm.engine.arg_utils": ["EngineArgs.create_engine_config"],
     "vllm.v1.engine.core": ["EngineCore.__init__", "EngineCore._initialize_kv_caches"],
     "vllm.v1.worker.cpu_worker": ["CPUWorker.load_model", "CPUWorker.compile_or_warm_up_model"],

@@ -22,8 +22,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rollouts.engines.vllm_engine import VllmEngine
-from rollouts.engines.vllm_worker import results
+from rollouts.engines.vllm.vllm_engine import VllmEngine
+from rollouts.engines.vllm.worker_extension import results
+from settings.engine import EngineSettings
 from storage.objects.digests import seal_folder
 
 
@@ -54,13 +55,8 @@ def policies(folder: Path, *, layers: int, hidden: int) -> tuple[list[Path], int
 
 async def measure(folders: list[Path], *, swaps: int) -> dict[str, list[float]]:
     """Seconds of each swap, and of both verifications after it."""
-    engine = VllmEngine(
-        max_model_len=256,
-        seed=0,
-        update_mode="keep",
-        clear_cache_on_reload=True,
-        arguments={"dtype": "bfloat16", "enforce_eager": True, "max_num_seqs": 8},
-    )
+    arguments = {"dtype": "bfloat16", "enforce_eager": True, "max_num_seqs": 8}
+    engine = VllmEngine(EngineSettings(max_model_len=256, vllm=arguments), seed=0)
     seconds: dict[str, list[float]] = {"swap": [], "digests": [], "checksums": []}
     await engine.start(folders[0], 0)
     try:

@@ -24,6 +24,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ from settings.places.state_folder import written_places
 from settings.redaction import redact_error, without_secrets
 
 logger = logging.getLogger("millrace.cluster")
+
+LAG_SECONDS = 10.0
+"""How long after one rank has failed the others may take to fail too."""
 
 _SYSTEM_CONFIG = {
     "enable_worker_prestart": False,
@@ -61,27 +65,25 @@ class RaisedInWorker(Exception):
     """What a worker raised was of a class that cannot come to this process; the message has its name and words."""
 
 
+@dataclass(eq=False)
 class Hosted:
     """A handle to an object in another process, and to the place that is given back when the process ends."""
 
-    def __init__(
-        self, name: str, actor: Any, log_file: Path, placement: Placement | None = None, *, watch: Watch
-    ) -> None:
-        self.name = name
-        self.log_file = log_file
-        self._actor = actor
-        self._watch = watch
-        self._placement = placement
+    name: str
+    log_file: Path
+    _actor: Any
+    _watch: Watch
+    _placement: Placement | None = None
 
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """Await `method(*arguments, **keywords)` over there.
+        """Await `method(*arguments, **keywords)` of the object.
 
-        Raises what it raised, as its own type, with a note that has the traceback from over there; `RaisedInWorker`
-        if that type cannot come here; `StartFailed` if it is no `UserError` and `open` raised it; `WorkerDied` when the
-        process is gone; `RayLost` when all are.
+        Raises what it raised, as its own type, with its traceback as a note; `RaisedInWorker` if that type cannot come
+        to this process; `StartFailed` if it is no `UserError` and `open` raised it; `WorkerDied` when the process is
+        gone; `RayLost` when Ray is.
         """
         try:
-            return await self._answer(self._actor.call.remote(method, arguments, keywords), method)
+            return await self._awaited(self._actor.call.remote(method, arguments, keywords), method)
         except Exception as error:
             if method != "open" or isinstance(error, UserError):
                 raise
@@ -90,12 +92,12 @@ class Hosted:
 
     async def rendezvous(self) -> tuple[str, int]:
         """Address of the process's node and a port that is free there."""
-        address, port = await self._answer(self._actor.rendezvous.remote(), "rendezvous")
+        address, port = await self._awaited(self._actor.rendezvous.remote(), "rendezvous")
         return str(address), int(port)
 
     async def prepare(self, environment: dict[str, str]) -> None:
-        """Set environment variables over there before the object is opened."""
-        await self._answer(self._actor.prepare.remote(environment), "prepare")
+        """Set environment variables of the process before the object is opened."""
+        await self._awaited(self._actor.prepare.remote(environment), "prepare")
 
     def kill(self) -> None:
         """End the process at once."""
@@ -109,11 +111,11 @@ class Hosted:
         if self._placement is not None:
             self._placement.give_back()
 
-    async def _answer(self, asked: Any, method: str) -> Any:
+    async def _awaited(self, reply: Any, method: str) -> Any:
         from ray.exceptions import RayActorError
 
         try:
-            return await _result(asked, self.name, self._watch)
+            return await _result(reply, self.name, self._watch)
         except RayActorError as error:
             if reason := self._watch.raylet_is_gone():
                 raise RayLost(reason) from error
@@ -124,12 +126,11 @@ class Hosted:
 class HostedGroup:
     """The same object in several processes that compute as one. If one fails and the others do not, all end."""
 
-    def __init__(self, name: str, ranks: Sequence[Hosted], placement: Placement, *, lag_seconds: float) -> None:
+    def __init__(self, name: str, ranks: Sequence[Hosted], placement: Placement) -> None:
         self.name = name
         self.log_file = ranks[0].log_file
         self._ranks = ranks
         self._placement = placement
-        self._lag_seconds = lag_seconds
         self._ended = ""
 
     async def introduce(self) -> None:
@@ -155,7 +156,7 @@ class HostedGroup:
         """Await `method(*arguments, **keywords)` on every rank; returns what rank 0 does.
 
         Raises what a rank raised, with a note that names the rank; an error with an attribute `rank` stands for that
-        rank's error. If the others do not fail too within `lag_seconds`, or a process is gone (`WorkerDied`), all
+        rank's error. If the others do not fail too within `LAG_SECONDS`, or a process is gone (`WorkerDied`), all
         processes are killed, and later calls raise `WorkerDied`.
         """
         if self._ended:
@@ -164,7 +165,7 @@ class HostedGroup:
         try:
             done, running = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if running:
-                await asyncio.wait(running, timeout=self._lag_seconds)
+                await asyncio.wait(running, timeout=LAG_SECONDS)
         finally:
             for call in calls:
                 call.cancel()
@@ -217,7 +218,7 @@ class Cluster:
         self._scratch = contextlib.ExitStack()
         self._environment: dict[str, str] = {}
         self._watch: Watch
-        """From the start of Ray on."""
+        """Set when Ray has started."""
         self.nodes: list[dict[str, float]] = []
         """Resources of each node, as they were at the start."""
 
@@ -273,12 +274,10 @@ class Cluster:
             options = placement.options(0)
         return self._start(name, path, options=options, placement=placement)
 
-    async def host_group(
-        self, name: str, path: str, *, num_ranks: int, num_gpus: float = 0, lag_seconds: float = 10.0
-    ) -> Hosted | HostedGroup:
+    async def host_group(self, name: str, path: str, *, num_ranks: int, num_gpus: float = 0) -> Hosted | HostedGroup:
         """The same object in `num_ranks` processes, for torch.distributed as torchrun would have started them.
 
-        `num_gpus` are for each; `lag_seconds` is how long after a rank has failed the others may take to fail too.
+        `num_gpus` are for each.
         """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -295,7 +294,7 @@ class Cluster:
             self._process(f"rank {rank} of {name}", path, log_name=log, options=placement.options(rank))
             for rank, log in enumerate(logs)
         ]
-        group = HostedGroup(name, ranks, placement, lag_seconds=lag_seconds)
+        group = HostedGroup(name, ranks, placement)
         self._hosted.append(group)
         await group.introduce()
         return group
@@ -314,7 +313,7 @@ class Cluster:
         log_file = self.log_file(log_name)
         actor_class = ray.remote(Host).options(max_concurrency=100, **options)
         actor = actor_class.remote(path, str(log_file), self._environment)
-        return Hosted(name, actor, log_file, placement, watch=self._watch)
+        return Hosted(name, log_file, actor, self._watch, placement)
 
     @property
     def gpus_per_worker(self) -> float:
@@ -365,17 +364,17 @@ class Cluster:
 
 
 def _keep(file: Path, message: dict[str, Any], **_: Any) -> None:
-    """Append what Ray says of itself to a log file; what matters of it, `Hosted.call` raises."""
+    """Append Ray's messages to a log file; of those that matter `Hosted.call` raises errors."""
     with contextlib.suppress(OSError), open(file, "a") as log:
         log.writelines(f"{line}\n" for line in message["lines"])
 
 
-async def _result(asked: Awaitable[Any], name: str, watch: Watch) -> Any:
+async def _result(reply: Awaitable[Any], name: str, watch: Watch) -> Any:
     """What the process `name` returns. What it raised there is raised here, its traceback as a note."""
     from ray.exceptions import RayError, RayTaskError, UnserializableException
 
     try:
-        return await watch.unless_lost(asked)
+        return await watch.unless_lost(reply)
     except (RayTaskError, UnserializableException) as error:
         text = str(error).rpartition("Original exception:\n")[2]
         text = re.sub(r"^.*ray::.*$", _HEADER, text, count=1, flags=re.MULTILINE)  # Ray's own first line
@@ -392,7 +391,7 @@ async def _result(asked: Awaitable[Any], name: str, watch: Watch) -> Any:
 
 
 async def close(hosted: Hosted | HostedGroup) -> None:
-    """Let it end in its own way, if it still answers."""
+    """Let a worker end in its own way, if it still answers."""
     try:
         async with asyncio.timeout(20):
             await hosted.call("close")

@@ -14,18 +14,18 @@ import sys
 
 
 def _fork() -> None:
-    """Ask for the fork, and wait until it is there. Raises `OSError` if nobody answers."""
+    """Ask for the fork, and wait until it is there. Raises `OSError` if the source does not answer."""
     parser = argparse.ArgumentParser(add_help=False)
     for option in ("--serialized-runtime-env-context", "--language"):
         parser.add_argument(option)
     _, argv = parser.parse_known_args()
     request = {"kind": "worker", "argv": argv, "environment": dict(os.environ), "folder": os.getcwd()}
     message = json.dumps(request).encode()
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.connect("\0" + os.environ["MILLRACE_FORKS_FROM"])
-        socket.send_fds(asking, [struct.pack("!I", len(message))], [0, 1, 2])
-        asking.sendall(message)
-        asking.recv(1)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect("\0" + os.environ["MILLRACE_FORKS_FROM"])
+        socket.send_fds(connection, [struct.pack("!I", len(message))], [0, 1, 2])
+        connection.sendall(message)
+        connection.recv(1)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
              └▶ Ray's raylet ──▶ forked_worker.py: asks the source ──┘
                                  vLLM's front end asks it too  ──fork──▶ fork server of vLLM's core
 
-In: names of modules. Out: processes that have them, with the environment, folder and output of who asked. If there is
-no source, because it is another machine's or has failed, Ray starts its workers as ever.
+In: names of modules. Out: processes that have them, with the environment, folder and output of the process that asked.
+Without a source, on another machine or after a failure, Ray starts its workers as usual.
 """
 
 from __future__ import annotations
@@ -121,30 +121,30 @@ def become_fork_server() -> bool:
         return False
     server: Any = forkserver._forkserver
     address = f"{util.get_temp_dir()}/forks"
-    alive, ours = os.pipe()
+    alive, own_end = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         os.chmod(address, 0o600)
         listener.listen()
         try:
-            _ask({"kind": "fork server", "group": os.getpgrp()}, [0, 1, 2, listener.fileno(), alive])
+            _send({"kind": "fork server", "group": os.getpgrp()}, [0, 1, 2, listener.fileno(), alive])
         except OSError:
-            os.close(ours)
+            os.close(own_end)
             return False
         finally:
             os.close(alive)
-    server._forkserver_address, server._forkserver_alive_fd = address, ours
+    server._forkserver_address, server._forkserver_alive_fd = address, own_end
     server.ensure_running = resource_tracker.ensure_running  # it would start another, as that one is no child
     return True
 
 
-def _ask(request: dict[str, Any], descriptors: Sequence[int]) -> None:
+def _send(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     message = json.dumps({**request, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.connect(f"\0{os.environ[SOURCE]}")
-        socket.send_fds(asking, [_LENGTH.pack(len(message))], descriptors)
-        asking.sendall(message)
-        asking.recv(1)  # it has forked
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0{os.environ[SOURCE]}")
+        socket.send_fds(connection, [_LENGTH.pack(len(message))], descriptors)
+        connection.sendall(message)
+        connection.recv(1)  # it has forked
 
 
 def _next_request(listener_fd: int) -> dict[str, Any] | None:
@@ -155,13 +155,13 @@ def _next_request(listener_fd: int) -> dict[str, Any] | None:
         while True:
             if any(key.fileobj == 0 for key, _ in selector.select()):
                 return None
-            with contextlib.suppress(OSError, ValueError), listener.accept()[0] as asking:
+            with contextlib.suppress(OSError, ValueError), listener.accept()[0] as connection:
                 # Other users of this machine see the address.
-                user = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+                user = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
                 if user != os.getuid():
                     continue
-                length, descriptors, _, _ = socket.recv_fds(asking, _LENGTH.size, _MOST_DESCRIPTORS)
-                with asking.makefile("rb") as stream:
+                length, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_DESCRIPTORS)
+                with connection.makefile("rb") as stream:
                     request: dict[str, Any] = json.loads(stream.read(*_LENGTH.unpack(length)))
                 if os.fork():
                     for descriptor in descriptors:

@@ -1,11 +1,11 @@
-"""Whether what a session stands on is alive: Ray on this machine, and the processes below the driver.
+"""Watches what a session depends on: Ray on this machine, and the processes below the driver.
 
     a look every 2 s ─┬─ Ray's raylet here, or its GCS, is gone ─▶ `lost`: every wait of the session ends with that
-                      ├─ a process has been stopped for 10 s ────▶ it is killed: whatever waits for it sees a death
+                      ├─ a process has been stopped for 10 s ────▶ it is killed, and its callers see a death
                       └─ the session has not ended 30 s after ───▶ this process ends, with the sentence and status 2
 
 In: the Ray that this process is connected to. Out: `lost`, and one line per process that is killed. A thread does it,
-because what it finds may hold up the event loop. Deaths of workers, here and on other machines, Ray reports itself.
+because a look may block the event loop. Deaths of workers, here and on other machines, Ray reports itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 LOOK_SECONDS = 2.0
 STOPPED_LOOKS = 5
-"""Looks, and not seconds: whoever stops the driver too, as Ctrl-Z does, means to let all of it go on."""
+"""Looks, not seconds: Ctrl-Z stops the driver too, and after it everything is to go on."""
 GCS_LOOKS = 3
 _ANSWER_SECONDS = 5.0
 END_SECONDS = 30.0
@@ -42,11 +42,11 @@ class RayLost(UserError):
 
 
 class Watch:
-    """Watches for one session, from the event loop it is made in until `end`."""
+    """Watches for one session, from the event loop it is made in, until `end`."""
 
     def __init__(self, *, raylet_socket: str, gcs_address: str) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """What has died, once something has that nothing can take the place of."""
+        """Done once Ray is gone: which part of it has died, as a sentence."""
         self._reason = ""
         self._loop = asyncio.get_running_loop()
         self._raylet = _with_argument(raylet_socket)
@@ -64,9 +64,9 @@ class Watch:
     async def unless_lost(self, waiting: Awaitable[Result]) -> Result:
         """Await something that Ray does. Raises `RayLost` when Ray cannot do it any more."""
         task: asyncio.Future[Result] = asyncio.ensure_future(waiting)
-        either: list[asyncio.Future[Any]] = [task, self.lost]
+        futures: list[asyncio.Future[Any]] = [task, self.lost]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait([task])  # it may have something to give back
@@ -77,7 +77,7 @@ class Watch:
         return task.result()
 
     def end(self) -> None:
-        """Look no more."""
+        """End the watch."""
         self._over.set()
 
     def raylet_is_gone(self) -> str:
@@ -97,13 +97,13 @@ class Watch:
             return
         self._reason += "; what was committed is safe, and the same command continues the run"
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._tell)
+            self._loop.call_soon_threadsafe(self._report_loss)
         if not self._over.wait(END_SECONDS):
             sys.stderr.write(f"error: {self._reason}\n")
             sys.stderr.flush()
             os._exit(2)  # Ray's client may wait for ever for a Ray that is gone; our children die with us
 
-    def _tell(self) -> None:
+    def _report_loss(self) -> None:
         if not self.lost.done():
             self.lost.set_result(self._reason)
 
@@ -138,14 +138,14 @@ def _below(driver: psutil.Process) -> list[psutil.Process]:
     for process in driver.children(recursive=True):  # each call reads the parents of all processes of the machine
         with contextlib.suppress(psutil.Error):
             children[process.ppid()].append(process)
-    found = []
+    watched = []
     for child in children[driver.pid]:
-        found.append(child)
+        watched.append(child)
         for worker in children[child.pid]:
-            found.append(worker)
+            watched.append(worker)
             with contextlib.suppress(psutil.Error):
-                found += [each for each in children[worker.pid] if each.name().startswith("VLLM")]
-    return found
+                watched += [each for each in children[worker.pid] if each.name().startswith("VLLM")]
+    return watched
 
 
 def _with_argument(text: str) -> psutil.Process | None:

@@ -63,7 +63,7 @@ def gpu_memory() -> list[GpuMemory]:
 
 
 def has_cores_for(num_processes: int) -> bool:
-    """Whether each of so many processes may start at the same time and have a core of this machine meanwhile."""
+    """True if this machine has a core for each of so many processes."""
     return len(os.sched_getaffinity(0)) >= num_processes
 
 
@@ -171,9 +171,9 @@ class Placement:
         """Options of the Ray actor that uses one bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        taken = self._bundles[number]
+        resources = self._bundles[number]
         inside = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
-        return {"num_cpus": taken["CPU"], "num_gpus": taken.get("GPU", 0), "scheduling_strategy": inside}
+        return {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "scheduling_strategy": inside}
 
     def give_back(self) -> None:
         """Free the devices, and kill a process that still uses them. A second call does nothing."""
@@ -196,10 +196,10 @@ class Placement:
 
         device = "GPU" if "GPU" in self._bundles[0] else "CPU"
         each = f"{self._bundles[0][device]:g} {device}s"
-        wanted = f"{each} of one node" if len(self._bundles) == 1 else f"{len(self._bundles)} times {each}"
-        nodes = ", ".join(f"{had:g}" for had in sorted((n.get(device, 0) for n in node_resources()), reverse=True))
+        request = f"{each} of one node" if len(self._bundles) == 1 else f"{len(self._bundles)} times {each}"
+        nodes = ", ".join(f"{num:g}" for num in sorted((n.get(device, 0) for n in node_resources()), reverse=True))
         free = ray.available_resources().get(device, 0)
-        return f"{self.name} waits for {wanted}; the nodes of the cluster have {nodes}, and {free:g} are free in all"
+        return f"{self.name} waits for {request}; the nodes of the cluster have {nodes}, and {free:g} are free in all"
 
 
 async def reserve(name: str, bundles: Sequence[dict[str, float]]) -> Placement:

@@ -40,10 +40,10 @@ def free_port(preferred: int = 0, *, host: str = "127.0.0.1") -> int:
     raise OSError(failed.errno, f"no free TCP port on {host or 'any address'}: {failed.strerror}") from failed
 
 
-def somebody_listens(port: int) -> bool:
+def server_listens(port: int) -> bool:
     """True if a server listens on this port of 127.0.0.1."""
-    with socket.socket() as asking:
-        return asking.connect_ex(("127.0.0.1", port)) == 0
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 @contextlib.contextmanager

@@ -25,10 +25,10 @@ Facts = Callable[[], dict[str, Any]]
 
 def logs_are_json() -> bool:
     """True if `MILLRACE_LOG_FORMAT` is "json". Raises `ValueError` unless it is "text", "json" or unset."""
-    wanted = os.environ.get("MILLRACE_LOG_FORMAT", "text")
-    if wanted not in ("text", "json"):
-        raise InvalidInput(f"MILLRACE_LOG_FORMAT={wanted!r}: there are 'text', the default, and 'json'")
-    return wanted == "json"
+    log_format = os.environ.get("MILLRACE_LOG_FORMAT", "text")
+    if log_format not in ("text", "json"):
+        raise InvalidInput(f"MILLRACE_LOG_FORMAT={log_format!r}: there are 'text', the default, and 'json'")
+    return log_format == "json"
 
 
 def json_handler(stream: TextIO, facts: Facts) -> logging.Handler:
@@ -49,10 +49,10 @@ def json_handler(stream: TextIO, facts: Facts) -> logging.Handler:
 
 def log_driver(facts: Facts, stream: TextIO) -> None:
     """Write all messages of Millrace from INFO on to `stream` as JSON. A later call replaces an earlier one."""
-    ours = logging.getLogger("millrace")
-    ours.setLevel(logging.INFO)
-    for handler in [handler for handler in ours.handlers if handler.get_name() == "millrace-json"]:
-        ours.removeHandler(handler)
+    millrace = logging.getLogger("millrace")
+    millrace.setLevel(logging.INFO)
+    for handler in [handler for handler in millrace.handlers if handler.get_name() == "millrace-json"]:
+        millrace.removeHandler(handler)
     handler = json_handler(stream, facts)
     handler.set_name("millrace-json")
-    ours.addHandler(handler)
+    millrace.addHandler(handler)

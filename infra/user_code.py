@@ -60,8 +60,8 @@ def load_object(path: str) -> Any:
             + (", or install it" if is_theirs else "")
         ) from error
     except SyntaxError as error:
-        where = f"{error.filename}, line {error.lineno}" if error.filename else module_path
-        raise InvalidInput(f"{path!r} cannot be imported: {error.msg} in {where}") from error
+        place = f"{error.filename}, line {error.lineno}" if error.filename else module_path
+        raise InvalidInput(f"{path!r} cannot be imported: {error.msg} in {place}") from error
     except SystemExit as error:
         raise InvalidInput(
             f"{path!r} cannot be imported: its module ends with SystemExit({error.code!r}) at "
@@ -198,7 +198,7 @@ def _execute(name: str, path: Path, *, is_package: bool = False) -> None:
 
 @contextlib.contextmanager
 def _siblings(folder: Path) -> Iterator[None]:
-    """What is imported meanwhile is what lies in `folder`, although files of the same names elsewhere are loaded."""
+    """Imports inside this context find the modules of `folder`, although other files of their names are loaded."""
     beside = {entry.stem for entry in folder.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()}
     beside -= set(OWN_PACKAGES)  # ours stay, and theirs is refused
     others = {}
@@ -255,29 +255,30 @@ def _advice(module: str | None, folder: Path) -> str:
     package = (module or "").partition(".")[0]
     if package not in OWN_PACKAGES:
         return ""
-    if theirs := _shadowed(package, folder):
-        return _rename(theirs)
+    if user_file := _shadowed(package, folder):
+        return _rename(user_file)
     return "import it from `millrace`, whose names docs/api.md lists"
 
 
 def _refuse_shadowed(folder: Path) -> None:
     """Raise `InvalidInput` if user code has imported a package of ours while the user's own file has its name."""
     for package in OWN_PACKAGES:
-        theirs, ours = _shadowed(package, folder), sys.modules.get(package)
-        if theirs is None or ours is None:
+        user_file, own_module = _shadowed(package, folder), sys.modules.get(package)
+        if user_file is None or own_module is None:
             continue
         for module in list(sys.modules.values()):
             file = Path(str(getattr(module, "__file__", "")))
-            if file.is_relative_to(theirs.parent) and any(value is ours for value in vars(module).values()):
-                raise InvalidInput(f"{file} imports {package!r}; {_rename(theirs)}")
+            if file.is_relative_to(user_file.parent) and any(value is own_module for value in vars(module).values()):
+                raise InvalidInput(f"{file} imports {package!r}; {_rename(user_file)}")
 
 
-def _rename(theirs: Path) -> str:
-    return f"{theirs} has the name of a package of Millrace, which is found first: rename it, to my_{theirs.name} say"
+def _rename(user_file: Path) -> str:
+    new_name = f"my_{user_file.name}"
+    return f"{user_file} has the name of a package of Millrace, which is found first: rename it, to {new_name} say"
 
 
 def _shadowed(package: str, folder: Path) -> Path | None:
-    """The user's file or folder that would be imported but for ours: in `folder`, or on `sys.path` before ours."""
+    """The user's file or folder that our package hides: in `folder`, or on `sys.path` before ours; None without one."""
     path = [str(Path(entry).resolve()) for entry in (str(folder), *sys.path)]
     path = list(itertools.takewhile(lambda entry: entry != str(PRODUCT), path))
     if (spec := PathFinder.find_spec(package, path)) is None:
@@ -289,7 +290,7 @@ def _shadowed(package: str, folder: Path) -> Path | None:
 
 
 def _place(error: Exception) -> str:
-    """Where user code raised it, if it did."""
+    """` in FILE, line N`, where user code raised the error; empty if it did not."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen importlib")]
     frames = [f for f in frames if f.filename not in (__file__, importlib.__file__)]
     return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""

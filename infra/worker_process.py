@@ -138,7 +138,7 @@ def written_since(num_bytes: int) -> str:
 
 
 class _Redacted(io.TextIOWrapper):
-    """A text file that what a user's code prints, or a library, reaches without secrets."""
+    """A text stream that removes secrets from what user code and libraries print."""
 
     def write(self, text: str) -> int:
         super().write(without_secrets(text))

@@ -27,7 +27,7 @@ class Score:
     """How good one attempt was."""
 
     reward: float | None
-    """Null means not applicable: the attempt is not trained and enters no mean. NaN and infinity become null."""
+    """None means not applicable: the attempt is not trained and enters no mean. NaN and infinity become None."""
     parts: dict[str, float | None] = field(default_factory=dict)
     """Named components, for people and for later re-weighting."""
     vote: str | None = None
@@ -50,19 +50,19 @@ def as_score(returned: object, run: Callable[..., object]) -> Score:
     if isinstance(returned, Score):
         rewards = {"reward": returned.reward, **returned.parts}
         if wrong := [name for name, value in rewards.items() if not isinstance(value, float | None)]:
-            what = f"{run.__qualname__} returned a Score whose {wrong[0]} is {rewards[wrong[0]]!r}, and not a number"
-            raise WrongWorkflow(f"{what}. It is at {place_of(run)}")
+            problem = f"{run.__qualname__} returned a Score whose {wrong[0]} is {rewards[wrong[0]]!r}, and not a number"
+            raise WrongWorkflow(f"{problem}. It is at {place_of(run)}")
         if not isinstance(returned.vote, str | None):
-            what = f"{run.__qualname__} returned a Score whose vote is {returned.vote!r}, and not a text"
-            raise WrongWorkflow(f"{what}. It is at {place_of(run)}")
+            problem = f"{run.__qualname__} returned a Score whose vote is {returned.vote!r}, and not a text"
+            raise WrongWorkflow(f"{problem}. It is at {place_of(run)}")
         return returned
     with contextlib.suppress(TypeError):
         if returned is not None:
             return Score(reward=as_number(returned))
     if inspect.iscoroutine(returned):
         returned.close()  # or Python warns of it
-        what = f"{run.__qualname__} returned what was not awaited: write `await` before {returned.__qualname__}(…)"
-        raise WrongWorkflow(f"{what}. It is at {place_of(run)}")
+        problem = f"{run.__qualname__} returned what was not awaited: write `await` before {returned.__qualname__}(…)"
+        raise WrongWorkflow(f"{problem}. It is at {place_of(run)}")
     raise WrongWorkflow(
         f"{run.__qualname__} returned {type(returned).__name__}; one call plays one attempt and returns one Score "
         f"or a number, its reward. Grouping is `n_samples` in the run file. It is at {place_of(run)}"
@@ -92,9 +92,9 @@ OWED: contextvars.ContextVar[list[str]] = contextvars.ContextVar("owed")
 """Set for each group: what in it depends on the clock or on a service elsewhere, see `RolloutGroup.owes`."""
 
 
-def owe(what: str) -> None:
+def owe(problem: str) -> None:
     """Record that this code's group depends on something that draws and replies do not decide."""
-    OWED.get([]).append(what)
+    OWED.get([]).append(problem)
 
 
 def workflow_context() -> WorkflowContext:
@@ -103,12 +103,12 @@ def workflow_context() -> WorkflowContext:
 
 
 class Workflow:
-    """Subclass this. `dataset` is the run file's `dataset` value, null when it has none."""
+    """Subclass this. `dataset` is the run file's `dataset` value, None when it has none."""
 
     def __init__(self, dataset: str | None = None) -> None:
         self._dataset = dataset
         self.dataset_was_read = False
-        """Whether anything has asked for `dataset`."""
+        """True if `dataset` has been read."""
 
     @property
     def dataset(self) -> str | None:
@@ -131,7 +131,7 @@ class Workflow:
     async def score_group(self, task: Task, attempts: Sequence[Trajectory]) -> Sequence[Score] | None:
         """Rewards that compare the usable attempts at one task, in their order; they replace those of `run`.
 
-        Null, the default, leaves the rewards of `run`.
+        None, the default, leaves the rewards of `run`.
         """
         return None
 
@@ -142,8 +142,8 @@ class Workflow:
     def reference_reply(self, task: Task, messages: Sequence[Message]) -> str | None:
         """What a perfect policy says next: the check that a task can be won, and that winning it scores 1.
 
-        `messages` is the conversation so far; its last message is the one to answer. Null, the default, where nobody
-        knows.
+        `messages` is the conversation so far; its last message is the one to answer. None, the default, means that
+        it is not known.
         """
         return None
 

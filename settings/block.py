@@ -1,4 +1,4 @@
-"""Tables of the run file: what they have in common, their keys, and the key that an unknown one means.
+"""Tables of the run file: what they have in common, their keys, and what is wrong with a value or an unknown key.
 
 In: a pydantic model. Out: its keys with type, default, range and help, for `millrace config`, `docs/configuration.md`
 and hints. The text under each field is its help, here and in the Prefect form.
@@ -11,7 +11,8 @@ import functools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import date
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -144,8 +145,8 @@ class Key:
 def keys(model: type[BaseModel]) -> tuple[Key, ...]:
     """Every key of a model in the order of its fields, those at the top level first."""
     schema = model.model_json_schema()
-    found = list(_walk(schema, schema.get("$defs", {}), prefix="", kind=""))
-    return tuple(sorted(found, key=lambda key: "." in key.name))
+    settings = list(_walk(schema, schema.get("$defs", {}), prefix="", kind=""))
+    return tuple(sorted(settings, key=lambda key: "." in key.name))
 
 
 def nearest(name: str, model: type[BaseModel]) -> str:
@@ -155,12 +156,12 @@ def nearest(name: str, model: type[BaseModel]) -> str:
     """
     table, _, last = name.rpartition(".")
     names = list(dict.fromkeys(key.name for key in keys(model)))
-    names += sorted({known.rpartition(".")[0] for known in names} - {""})
+    names += sorted({key.rpartition(".")[0] for key in names} - {""})
     # Those beside it first, then those of its name.
-    names.sort(key=lambda known: (known.rpartition(".")[0] != table, known.rpartition(".")[2] != last))
-    longer = [known for known in names if known.rpartition(".")[2].startswith(last)]
-    by_last_name = {known.rpartition(".")[2]: known for known in reversed(names)}
-    siblings = [known.rpartition(".")[2] for known in names if known.rpartition(".")[0] == table]
+    names.sort(key=lambda key: (key.rpartition(".")[0] != table, key.rpartition(".")[2] != last))
+    longer = [key for key in names if key.rpartition(".")[2].startswith(last)]
+    by_last_name = {key.rpartition(".")[2]: key for key in reversed(names)}
+    siblings = [key.rpartition(".")[2] for key in names if key.rpartition(".")[0] == table]
     word = last.lower().removeprefix("vllm_")
     close = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
     close = close or difflib.get_close_matches(last, by_last_name, n=1, cutoff=0.8)
@@ -172,6 +173,62 @@ def nearest(name: str, model: type[BaseModel]) -> str:
         return by_last_name[last if last in by_last_name else close[0]]
     other = difflib.get_close_matches(word, OTHER_WORDS, n=1, cutoff=0.8)
     return OTHER_WORDS[other[0]] if other else ""
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a nested configuration; an empty table is a value."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from leaves(inner, f"{key}.{name}" if key else name)
+    else:
+        yield key, value
+
+
+def explain(problem: Any, root: type[BaseModel]) -> str:
+    """What a user should change, for one of the errors that pydantic lists when it checks a `root` document."""
+    key, model = _locate(problem["loc"], root)
+    if problem["type"] == "extra_forbidden":
+        if kinds := [repr(setting.kind) for setting in keys(root) if setting.name == key]:
+            return f"{key}: no such key here; it is for {key.rpartition('.')[0]}.kind = {' or '.join(kinds)}"
+        of_others = problem["input"] if isinstance(problem["input"], dict) else {}  # `actor.optim.lr` of verl
+        close = nearest(key, root) if not of_others else _nearest_leaf(key, of_others, root)
+        choices = f"there are: {', '.join(model.model_fields)}"
+        return f"{key}: no such key; " + (f"did you mean {close!r}?" if close else choices)
+    if problem["type"] == "missing":
+        return f"{key}: must be set"
+    if problem["type"] == "union_tag_invalid":
+        return f"{key}.kind = {problem['ctx']['tag']!r}: there are {problem['ctx']['expected_tags']}"
+    if problem["type"] == "string_type" and isinstance(problem["input"], date | int | float):  # a bool is an int
+        return f'{key} = {problem["input"]} is no text: put it into quotes, {key} = "{problem["input"]}"'
+    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{key} = {problem['input']!r} is no table: write its keys below [{key}]"
+    message = problem["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
+    return f"{key} = {problem['input']!r}: {message}" if key else message
+
+
+def _nearest_leaf(key: str, table: dict[str, Any], root: type[BaseModel]) -> str:
+    """The key meant by the first setting of an unknown table that means any; else by the table's own name."""
+    close = (nearest(name, root) for name, _ in leaves(table, key))
+    return next(filter(None, close), "") or nearest(key, root)
+
+
+def _locate(location: Sequence[str | int], root: type[BaseModel]) -> tuple[str, Any]:
+    """The dotted key as a user writes it, and the model it is looked up in."""
+    key: list[str] = []
+    model: Any = root
+    members: list[Any] = [root]
+    for part in location:
+        by_kind = [m for m in members if "kind" in m.model_fields and m.model_fields["kind"].default == part]
+        if len(members) > 1 and by_kind:
+            members = by_kind  # pydantic names the kind on the way; users do not write it there
+            continue
+        key.append(str(part))
+        model = members[0] if members else model
+        field = model.model_fields.get(part)
+        annotation = None if field is None else field.annotation
+        parts = get_args(annotation) or (annotation,)
+        members = [m for m in parts if isinstance(m, type) and issubclass(m, BaseModel)]
+    return ".".join(key), model
 
 
 def _walk(table: dict[str, Any], tables: dict[str, Any], *, prefix: str, kind: str) -> Iterator[Key]:

@@ -11,7 +11,7 @@ from settings.block import Block
 Share = Literal["auto", "phases", "split"]
 WeightTransfer = Literal["store", "gloo", "nccl"]
 
-_OURS = {
+_FIXED = {
     *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
@@ -68,8 +68,8 @@ class EngineSettings(Block):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _are_settings(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        if ours := _OURS & arguments.keys():
-            raise ValueError(f"{', '.join(sorted(ours))}: these Millrace gives to the template itself; leave them out")
+        if fixed := _FIXED & arguments.keys():
+            raise ValueError(f"{', '.join(sorted(fixed))}: these Millrace gives to the template itself; leave them out")
         return arguments
 
     @property

@@ -26,7 +26,7 @@ from settings.redaction import without_secrets
 
 MOST_FRAMES = 8
 MOST_CHARACTERS = 2000
-"""Of the text of one failure, frames included."""
+"""Longest text of one failure, frames included."""
 LEAST_ROOM = 20e6
 """Bytes for what libraries write beside a run's data: databases, logs, sockets."""
 _NO_ROOM = 1e6
@@ -44,7 +44,7 @@ class UserError(Exception):
     """Something outside of this program has to change; the message names the thing and the fix."""
 
     exit_status = 2
-    """Of a command that ends with it."""
+    """Exit status of a command that ends with this error."""
 
 
 class InvalidInput(UserError, ValueError):
@@ -79,12 +79,12 @@ def missing_package(module: str | None) -> MissingPackage | None:
 @cache
 def _extra_of(name: str) -> str:
     """The extra that brings a package, a small one first; empty if none does, or if tests alone do."""
-    found = []
+    extras = []
     for row in importlib.metadata.requires("millrace") or ():
-        of, extra = re.match(r"[\w.-]+", row), re.search(r"""extra == ['"](\w+)""", row)
-        if of and extra and of[0].removesuffix("-cpu") == name and extra[1] != "test":
-            found.append(extra[1])
-    return min(found, key=_WHOLE.__contains__, default="")
+        package, extra = re.match(r"[\w.-]+", row), re.search(r"""extra == ['"](\w+)""", row)
+        if package and extra and package[0].removesuffix("-cpu") == name and extra[1] != "test":
+            extras.append(extra[1])
+    return min(extras, key=_WHOLE.__contains__, default="")
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ def path_errors(what: str) -> Iterator[None]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error, or what caused it, says so: by its number, or, of a library without numbers, by its words."""
+    """True if an error or its cause is that of a full disk: by its number, or by its words if the library sets none."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(is_disk_full, error.exceptions))
     if isinstance(error, DiskFull) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
@@ -109,11 +109,11 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def disk_full(error: BaseException, places: Mapping[str, Path]) -> DiskFull | None:
-    """The one sentence for an error that comes of a full disk, whichever library raised it; None for any other.
+    """The error to show if the cause is a full disk, whichever library raised it; None for any other error.
 
-    `places` are those that are written to, by what they are called in the sentence. The error's file, or the least
-    space, tells which of them it is. A server whose database is full says only that it failed: so does any error but
-    one about what the user gave, if a place has no space at all.
+    `places` maps the name of each place that is written to, as the message has it, to its folder. The full one is the
+    one with the error's file, or else the one with the least space. A server whose database is full only says that it
+    failed. So if a place has no space at all, every error counts, except one about the user's input.
     """
     free = {name: free_bytes(folder) for name, folder in places.items()}
     is_input = isinstance(error, InvalidInput | NotFound | MissingPackage)
@@ -131,7 +131,7 @@ def disk_full(error: BaseException, places: Mapping[str, Path]) -> DiskFull | No
         each = each.__cause__ or each.__context__
     within = [name for name, folder in places.items() if isinstance(file, str) and Path(file).is_relative_to(folder)]
     name = max(within, key=lambda name: len(str(places[name])), default="") or min(free, key=lambda name: free[name])
-    if not within and free[name] >= LEAST_ROOM:  # a quota, another machine, or somebody has made room meanwhile
+    if not within and free[name] >= LEAST_ROOM:  # a quota, another machine, or there is room again
         return _no_room(f"a disk or quota ({words})", free[name])
     return _no_room(f"{name}, {places[name]},", free[name])
 
@@ -144,7 +144,7 @@ def check_room(places: Mapping[str, Path]) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the disk that a folder is on, or will be; a file system that counts no bytes, such as /sys, is never full."""
+    """Free space of the disk that a folder is on, or will be. What has no size, such as /sys, is never full."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     usage = shutil.disk_usage(folder)
@@ -201,7 +201,7 @@ def failure_kind(text: str) -> str:
 
 
 def has_users_frames(error: BaseException) -> bool:
-    """Whether the error, or what caused it, came through code of the user's."""
+    """True if the error, or what caused it, came through code of the user's."""
     return bool(_frames(error, users_only=True))
 
 
@@ -276,7 +276,7 @@ def _limited(head: str, frames: list[str]) -> str:
 
 @cache
 def _is_users(file: str) -> bool:
-    """Whether a source file belongs to the user, and not to Millrace, to Python or to an installed package."""
+    """True if a source file belongs to the user, and not to Millrace, to Python or to an installed package."""
     if file.startswith("<"):
         return False
     path, root = Path(file).resolve(), Path(__file__).resolve().parents[1]

@@ -107,8 +107,8 @@ def without_secrets(text: str) -> str:
 
 
 def redact_error(error: BaseException) -> None:
-    """Take the secrets out of the words of an error, and of those that it stands for or came from, in place: who
-    catches it may record it, as Prefect does."""
+    """Take the secrets out of the words of an error, and of its causes and members, in place: the caller
+    that catches it may record it, as Prefect does."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -133,8 +133,8 @@ def _secret_values(environment: tuple[tuple[str, str], ...]) -> list[str]:
         if _VARIABLE.search(name) and not _NOT_ONE.search(name):
             values.add(value)
         parts = [match[1] for match in _PASSWORD.finditer(value)]
-        found = [match[0].rstrip("@") for form, _ in _IN_ADDRESS[1:] for match in form.finditer(value)]
-        parts += [each.partition("=")[2] if each[0] in "?&;" else each for each in found]
+        matches = [match[0].rstrip("@") for form, _ in _IN_ADDRESS[1:] for match in form.finditer(value)]
+        parts += [each.partition("=")[2] if each[0] in "?&;" else each for each in matches]
         values |= {form for part in parts for form in (part, unquote(part))}
     written = {form for value in values for form in (value, quote(value, safe=""), repr(value)[1:-1], value.strip())}
     return sorted((value for value in written if len(value) >= SHORTEST), key=len, reverse=True)
@@ -144,7 +144,7 @@ _PASSWORD = re.compile(r"://[^\s:/?#@]*:([^\s]*)@")
 
 
 def holds_secret(text: str) -> bool:
-    """Whether an address, or another setting, has a secret in it."""
+    """True if an address, or another setting, has a secret in it."""
     return any(form.search(text) for form, _ in (*_IN_ADDRESS, *_SHAPES))
 
 
@@ -271,14 +271,14 @@ def redact_logs() -> None:
     def make_redacted(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
         try:
-            said = record.getMessage()
+            text = record.getMessage()
         except (TypeError, ValueError):
             return record  # its handler complains of arguments that do not fit
-        if (shown := printable(without_secrets(said))) != said:
+        if (shown := printable(without_secrets(text))) != text:
             record.msg, record.args = shown, ()
         if record.exc_info and record.exc_info[0] is not None:
-            said = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
-            if (shown := printable(without_secrets(said))) != said:
+            text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+            if (shown := printable(without_secrets(text))) != text:
                 record.exc_info, record.exc_text = None, shown  # what formatters print instead
         return record
 

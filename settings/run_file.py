@@ -11,13 +11,12 @@ import difflib
 import functools
 import tomllib
 from collections.abc import Iterator, Sequence
-from datetime import date
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from settings.block import Block, keys, nearest
+from settings.block import Block, explain, leaves
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput, path_errors
 from settings.evaluation import EvaluationSettings
@@ -209,8 +208,8 @@ def load_run_file(run: Path | dict[str, Any] | Sequence[Path], overrides: dict[s
 def _read(path: Path) -> dict[str, Any]:
     with path_errors(f"run file {path}"):
         if not path.exists():
-            there = sorted(str(each) for each in path.parent.glob("*.toml"))
-            close = difflib.get_close_matches(str(path), there, n=1)
+            run_files = sorted(str(each) for each in path.parent.glob("*.toml"))
+            close = difflib.get_close_matches(str(path), run_files, n=1)
             hint = f"did you mean {close[0]}?" if close else "see examples/ for some"
             raise ConfigError(f"no run file {path}; {hint}")
         if path.is_dir():
@@ -232,10 +231,10 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Two documents as one, in which `above` counts."""
     merged = dict(below)
     for key, value in above.items():
-        there = below.get(key)
-        there = {"kind": there} if isinstance(there, str) and isinstance(value, dict) else there
-        if isinstance(there, dict) and isinstance(value, dict) and value.get("kind") in (None, there.get("kind")):
-            value = _over(there, value)
+        default = below.get(key)
+        default = {"kind": default} if isinstance(default, str) and isinstance(value, dict) else default
+        if isinstance(default, dict) and isinstance(value, dict) and value.get("kind") in (None, default.get("kind")):
+            value = _over(default, value)
         merged[key] = value
     return merged
 
@@ -269,7 +268,7 @@ def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
     try:
         return RunConfig(**document)
     except ValidationError as error:
-        lines = [_explain(problem) for problem in error.errors()]
+        lines = [explain(problem, RunConfig) for problem in error.errors()]
         raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
 
 
@@ -299,15 +298,6 @@ def _kinds(table: dict[str, Any]) -> dict[str, Any]:
     below = {key: _kinds(value) for key, value in table.items() if isinstance(value, dict)}
     chosen = {key: table[key] for key in ("kind", "preset") if isinstance(table.get(key), str)}
     return chosen | {key: kinds for key, kinds in below.items() if kinds}
-
-
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a nested configuration; an empty table is a value."""
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from leaves(inner, f"{key}.{name}" if key else name)
-    else:
-        yield key, value
 
 
 def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
@@ -346,7 +336,7 @@ _REPLAYABLE = ("learning_rate", "max_staleness")
 
 
 def _training_settings(config: RunConfig) -> dict[str, Any]:
-    """By dotted key, tables and what is in them."""
+    """The settings that a replay may change, by dotted key; also tables as a whole."""
     return {key: getattr(config, key) for key in _REPLAYABLE} | dict(_below("train", config.train.model_dump()))
 
 
@@ -369,49 +359,3 @@ def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None
             raise ConfigError(f"{source}: cannot set {key}, because {table} is no table but {target[table]!r}")
         target = target[table]
     target[name] = value
-
-
-def _explain(problem: Any) -> str:
-    key, model = _locate(problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        if kinds := [repr(known.kind) for known in keys(RunConfig) if known.name == key]:
-            return f"{key}: no such key here; it is for {key.rpartition('.')[0]}.kind = {' or '.join(kinds)}"
-        of_others = problem["input"] if isinstance(problem["input"], dict) else {}  # `actor.optim.lr` of verl
-        close = nearest(key, RunConfig) if not of_others else _nearest_leaf(key, of_others)
-        there = f"there are: {', '.join(model.model_fields)}"
-        return f"{key}: no such key; " + (f"did you mean {close!r}?" if close else there)
-    if problem["type"] == "missing":
-        return f"{key}: must be set"
-    if problem["type"] == "union_tag_invalid":
-        return f"{key}.kind = {problem['ctx']['tag']!r}: there are {problem['ctx']['expected_tags']}"
-    if problem["type"] == "string_type" and isinstance(problem["input"], date | int | float):  # a bool is an int
-        return f'{key} = {problem["input"]} is no text: put it into quotes, {key} = "{problem["input"]}"'
-    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{key} = {problem['input']!r} is no table: write its keys below [{key}]"
-    message = problem["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
-    return f"{key} = {problem['input']!r}: {message}" if key else message
-
-
-def _nearest_leaf(key: str, table: dict[str, Any]) -> str:
-    """The key meant by the first setting of an unknown table that means any; else by the table's own name."""
-    meant = (nearest(name, RunConfig) for name, _ in leaves(table, key))
-    return next(filter(None, meant), "") or nearest(key, RunConfig)
-
-
-def _locate(location: Sequence[str | int]) -> tuple[str, Any]:
-    """The dotted key as a user writes it, and the model it is looked up in."""
-    key: list[str] = []
-    model: Any = RunConfig
-    members: list[Any] = [RunConfig]
-    for part in location:
-        by_kind = [m for m in members if "kind" in m.model_fields and m.model_fields["kind"].default == part]
-        if len(members) > 1 and by_kind:
-            members = by_kind  # pydantic names the kind on the way; users do not write it there
-            continue
-        key.append(str(part))
-        model = members[0] if members else model
-        field = model.model_fields.get(part)
-        annotation = None if field is None else field.annotation
-        parts = get_args(annotation) or (annotation,)
-        members = [m for m in parts if isinstance(m, type) and issubclass(m, BaseModel)]
-    return ".".join(key), model

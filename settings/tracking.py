@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from settings.block import Block
 
-with warnings.catch_warnings():  # pydantic's metaclass has a `register`, which nobody calls on settings
+with warnings.catch_warnings():  # the metaclass has a method of that name, which settings do not need
     warnings.filterwarnings("ignore", message='Field name "register"')
 
     class TrackingSettings(Block):

@@ -203,12 +203,12 @@ class TrainSettings(Block):
             problems.append('advantage.scale = "mean" is for rewards of at least 0; set kl.place = "loss"')
         if self.decoupled is None and any(rule.policy == "proximal" for rule in self.reject):
             problems.append('train.reject with policy = "proximal" needs train.decoupled; set it, or "current"')
-        silent = [CriticSettings(), *(CriticSettings(**convention) for convention in conventions_for("critic"))]
-        if self.critic not in silent and advantage.kind != "gae":
+        unset_critics = [CriticSettings(), *(CriticSettings(**convention) for convention in conventions_for("critic"))]
+        if self.critic not in unset_critics and advantage.kind != "gae":
             problems.append('train.critic is for advantage.kind = "gae"; leave it out')
         if loss.kind == "sft" and advantage.kind in ("gae", "distill"):
-            what = "a critic" if advantage.kind == "gae" else "a teacher"
-            problems.append(f'loss.kind = "sft" has no use for {what}; leave train.advantage out, or train.loss')
+            model = "a critic" if advantage.kind == "gae" else "a teacher"
+            problems.append(f'loss.kind = "sft" has no use for {model}; leave train.advantage out, or train.loss')
         if advantage.kind == "distill" and reference.kind != "model":
             problems.append('advantage.kind = "distill" needs a teacher: set train.reference.kind = "model" and .model')
         if (reference.kind == "model") != bool(reference.model):
@@ -221,12 +221,12 @@ class TrainSettings(Block):
         if self.schedule == "constant" and self.decay_steps:
             problems.append('decay_steps without a decay: set schedule = "linear" or "cosine"')
         if self.decoupled is not None and loss.kind in ("sft", "sapo"):
-            what = 'train.decoupled and stale_policy = "correct"'
-            problems.append(f"loss.kind = {loss.kind!r} has no proximal policy; leave {what} out")
-        for name, what in (("sequence_parallel", "the ranks of a pack"), ("num_replicas", "the copies of the model")):
+            keys = 'train.decoupled and stale_policy = "correct"'
+            problems.append(f"loss.kind = {loss.kind!r} has no proximal policy; leave {keys} out")
+        for name, unit in (("sequence_parallel", "the ranks of a pack"), ("num_replicas", "the copies of the model")):
             if self.num_ranks % (number := getattr(self, name)):
                 problems.append(
-                    f"train.num_ranks = {self.num_ranks} is no multiple of train.{name} = {number}, {what}; raise the "
+                    f"train.num_ranks = {self.num_ranks} is no multiple of train.{name} = {number}, {unit}; raise the "
                     "one or lower the other"
                 )
         if problems:

@@ -143,10 +143,10 @@ class Turn:
     adapters: dict[int, str] = field(default_factory=dict)
     """Policy version → digest of the adapter the engine held under it, for the versions above that are adapters."""
     seed: int | None = None
-    """That of its sequence, from which each token was drawn by turn and position; None for the engine's own stream."""
+    """Seed of its sequence, from which each token was drawn by turn and position; None for the engine's own stream."""
     routes: Routes | None = None
-    """Of the tokens from the one after those of the turn before in its sequence up to the last but one sampled: the
-    last of all has passed no layer yet. None if the engine does not capture them."""
+    """Experts of the tokens that follow the previous turn of the sequence, without the last sampled one, which has
+    passed no layer yet. None if the engine does not capture them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +164,8 @@ class Sampling:
     max_tokens: int = 256
     """Longest reply of one turn, in tokens."""
     seed: int | None = None
-    """From which the tokens are drawn, see `rollouts/engines/draws.py`; None for the engine's own stream. In a row of a
-    shard: the seed of its sequence, which turn and position in the reply make one for each token."""
+    """Seed of the tokens, see `rollouts/engines/draws.py`; None for the engine's own stream. In a row of a shard it is
+    the seed of the sequence, from which turn and position in the reply give each token its own."""
     logprobs_mode: str = "processed_logprobs"
     """`processed_logprobs`: after temperature, top-k and top-p; `raw_logprobs`: before."""
 

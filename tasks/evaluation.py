@@ -19,10 +19,11 @@ from rollouts.production.prompts import task_set
 from settings.errors import InvalidInput, UserError
 from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation
-from storage.log.promotion import CHAMPION, NotPromoted, failure_of, pass_gate
+from storage.log.promotion import CHAMPION, NotPromoted, pass_gate
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
-from storage.log.runs import find_policy, local_config, own_evaluations, own_scores
+from storage.log.runs import find_policy, local_config
+from storage.log.scores import failure_of, own_evaluations, own_scores
 from tasks.prefect.run_page import announce
 from tasks.session import run_log
 

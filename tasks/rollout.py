@@ -17,7 +17,7 @@ from prefect.tasks import exponential_backoff
 from infra.cluster import WorkerDied
 from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation, Policy
-from storage.log.promotion import failure_of
+from storage.log.scores import failure_of
 from tasks.prefect.run_logs import log_evaluation
 from tasks.session import RunSession
 

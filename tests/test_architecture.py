@@ -36,9 +36,9 @@ MAY_USE_ANY_LIBRARY = ("cli", "benchmarks")  # the command talks to Prefect's cl
 LIBRARY_EXCEPTIONS = {
     ("rollouts/chat/chat_tokens.py", "transformers"),  # the tokenizer is half of the model; loaded lazily
     ("infra/weight_broadcast.py", "torch"),  # both ends of one wire: a trainer, and vLLM's workers; loaded lazily
-    ("rollouts/engines/fixed_order.py", "torch"),  # as the next but one
-    ("rollouts/engines/vllm_repairs.py", "torch"),  # as the next one
-    ("rollouts/engines/vllm_worker.py", "torch"),  # it runs inside vLLM's worker; loaded lazily
+    ("rollouts/engines/vllm/fixed_order.py", "torch"),  # as the next but one
+    ("rollouts/engines/vllm/repairs.py", "torch"),  # as the next one
+    ("rollouts/engines/vllm/worker_extension.py", "torch"),  # it runs inside vLLM's worker; loaded lazily
     ("infra/services/prefect_server.py", "uvicorn"),  # it is Prefect's server
     ("storage/objects/tensor_digests.py", "torch"),  # what both of those, and vLLM's workers, hold; loaded lazily
     ("trainers/data/samples.py", "pyarrow"),  # a table straight into arrays, without a copy through Python lists
@@ -63,8 +63,6 @@ MORE_SIBLINGS = {
     "tasks": 15,
     "trainers/model": 15,
     "settings": 15,
-    "rollouts/engines": 14,
-    "rollouts/sandbox": 13,
     "benchmarks": 32,
     "examples/search_agent": 20,
 }

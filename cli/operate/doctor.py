@@ -151,12 +151,12 @@ def check_memory() -> Finding:
 
 def check_ports() -> Finding:
     """Ports of `make up`: ours, or free. Others are used when they are taken."""
-    from infra.ports import somebody_listens
+    from infra.ports import server_listens
     from infra.services.services import running_services
 
     if running := running_services(home()):
         return Finding("services are up: " + ", ".join(f"{s.name} {s.url}" for s in running.values()))
-    busy = [port for port in (4200, 5000) if somebody_listens(port)]
+    busy = [port for port in (4200, 5000) if server_listens(port)]
     return Finding(f"{busy} taken, `{command('up')}` will use others" if busy else "4200 and 5000 are free")
 
 

@@ -123,7 +123,8 @@ def _values(log: RunLog, config: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     from settings.train import SUSPICIOUS_GAPS
     from storage.log.entries import Step
     from storage.log.promotion import CHAMPION
-    from storage.log.runs import is_training, scores_by_split
+    from storage.log.runs import is_training
+    from storage.log.scores import scores_by_split
 
     state = log.state
     yield "damaged", 0.0

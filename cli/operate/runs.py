@@ -52,7 +52,8 @@ def list_runs(store: ObjectStore) -> list[dict[str, Any]]:
 
 def _run_facts(log: RunLog) -> dict[str, Any]:
     from storage.log.promotion import CHAMPION
-    from storage.log.runs import is_training, own_scores, run_config
+    from storage.log.runs import is_training, run_config
+    from storage.log.scores import own_scores
 
     state = log.state
     config = run_config(log)

@@ -55,7 +55,8 @@ def run_status(log: RunLog, config: dict[str, Any] | None = None) -> dict[str, A
     from settings.run_file import changed_settings
     from storage.log.claims import following
     from storage.log.promotion import CHAMPION
-    from storage.log.runs import own_scores, run_config
+    from storage.log.runs import run_config
+    from storage.log.scores import own_scores
 
     state, live = log.state, log.state.live
     config = run_config(log) if config is None else config
@@ -306,7 +307,7 @@ def follow_run(log: RunLog, console: Console, *, seconds: float = SECONDS_BETWEE
 def _rounds(log: RunLog, config: dict[str, Any]) -> list[RenderableType]:
     """The last steps, as `millrace train` prints them."""
     from cli.operate.rounds import LEGEND, rounds_table
-    from storage.log.runs import own_scores
+    from storage.log.scores import own_scores
 
     state = log.state
     if not state.steps:

@@ -139,7 +139,7 @@ def imported_early(*, engine: str = "", trains: bool = False) -> contextlib.Abst
     Not on GPUs, on which forks are untested. Raises `InvalidInput` for a state folder that cannot be made.
     """
     make_home()
-    from rollouts.engines.vllm_core import FRONT_END, IMPORTED, is_cpu_build
+    from rollouts.engines.vllm.core_start import FRONT_END, IMPORTED, is_cpu_build
 
     modules = ["trainers.worker"] if trains else []
     if engine:

@@ -16,7 +16,8 @@ from cli.terminal.formatting import held_out
 from settings.errors import counted
 from storage.log.entries import Evaluation, LogEntry, Policy, Session, Step
 from storage.log.run_log import RunLog
-from storage.log.runs import own_scores, run_config
+from storage.log.runs import run_config
+from storage.log.scores import own_scores
 
 
 class Follower:

@@ -59,7 +59,7 @@ def runs_diff(a: str, b: str, store: StoreOption = "", as_json: JsonOption = Fal
 
 def given(a: RunLog, b: RunLog) -> list[dict[str, Any]]:
     """Settings, code, tasks and base policies that differ."""
-    from settings.run_file import leaves
+    from settings.block import leaves
     from storage.log.runs import run_config
 
     configs = [{k: v for k, v in leaves(run_config(log)) if k.split(".")[0] not in _OWN} for log in (a, b)]

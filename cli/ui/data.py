@@ -30,14 +30,15 @@ from cli.ui.groups import group_lists
 from cli.ui.metrics import described
 from cli.ui.prompts import VISITS, prompt_history
 from infra.environment import cache_folder
+from settings.block import leaves
 from settings.errors import InvalidInput, NotFound, counted, in_one_line, missing_package
 from settings.redaction import without_secrets
-from settings.run_file import leaves
 from storage.log.entries import OUTCOMES
 from storage.log.history import to_json
-from storage.log.promotion import CHAMPION, failure_of, gap_of, why_not_promote
+from storage.log.promotion import CHAMPION, gap_of, why_not_promote
 from storage.log.run_log import RunLog
-from storage.log.runs import RunLogs, is_training, open_run, outcome, own_scores, run_config
+from storage.log.runs import RunLogs, is_training, open_run, outcome, run_config
+from storage.log.scores import failure_of, own_scores
 from storage.objects.object_store import ObjectStore
 from storage.shards.failed_attempts import kinds_of, newest_failures
 from storage.views.lineage import policy_lineage

@@ -80,10 +80,10 @@ def _revisions(database: sqlite3.Connection) -> list[str]:
 
 
 def _unknown(revisions: Sequence[str]) -> list[str]:
-    """Those that the installed Prefect does not know."""
+    """The revisions that the installed Prefect does not have."""
     [package] = importlib.util.find_spec("prefect").submodule_search_locations  # type: ignore[union-attr, misc]
-    known = Path(package, "server", "database", "_migrations", "versions", "sqlite")
-    texts = [migration.read_text(encoding="utf-8") for migration in known.glob("*.py")]
+    migrations = Path(package, "server", "database", "_migrations", "versions", "sqlite")
+    texts = [migration.read_text(encoding="utf-8") for migration in migrations.glob("*.py")]
     return [name for name in revisions if not any(f'revision = "{name}"' in text for text in texts)]
 
 

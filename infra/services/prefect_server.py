@@ -1,4 +1,4 @@
-"""Prefect's server beside a command: the same as Prefect starts for a flow by itself, but nobody waits for it here.
+"""Prefect's server beside a command: the one that Prefect itself starts for a flow, without waiting for it.
 
 In: a state folder. Out: `PREFECT_API_URL` for this process and its children at once, and later a server there, which
 ends with this process, however that ends. Prefect's own way imports the whole server into the process of the flow,
@@ -20,11 +20,9 @@ import httpx
 
 from infra.forks import end_with_parent
 from infra.ports import free_port
-from infra.services.services import ServiceFailed
+from infra.services.services import SECONDS_TO_START, ServiceFailed
 from infra.user_code import own_command
 
-SECONDS_TO_START = 300.0
-"""One that ends is noticed at once; a busy machine needs minutes."""
 _LOOK_SECONDS = 0.1
 
 

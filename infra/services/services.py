@@ -37,6 +37,9 @@ GPU_RUNS = "MILLRACE_GPU_RUNS"
 NOTIFY = "MILLRACE_NOTIFY"
 """Environment variable: the address of notifications. It may hold a token, so services and flow runs do not get it."""
 
+SECONDS_TO_START = 300.0
+"""A server that ends is noticed at once; a busy machine needs minutes."""
+
 
 class ServiceFailed(UserError):
     """A service did not start; the message names its log."""
@@ -211,13 +214,13 @@ def _run(arguments: list[str], logs: Path, extra: dict[str, str]) -> None:
         raise ServiceFailed(f"`{command}` failed, see {logs / 'deploy.log'}:\n{output}")
 
 
-def _wait_until_up(service: Service, path: str, logs: Path, *, timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
+def _wait_until_up(service: Service, path: str, logs: Path) -> None:
+    log, deadline = logs / f"{service.name}.log", time.monotonic() + SECONDS_TO_START
     while time.monotonic() < deadline:
         if service.process() is None:
-            raise ServiceFailed(f"{service.name} ended while starting, see {logs / f'{service.name}.log'}")
+            raise ServiceFailed(f"{service.name} ended while starting, see {log}")
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(service.url + path, timeout=2, follow_redirects=True).is_success:
                 return
         time.sleep(0.2)  # polling a port: nothing would wake us
-    raise ServiceFailed(f"{service.name} did not answer within {timeout:.0f} s, see {logs / f'{service.name}.log'}")
+    raise ServiceFailed(f"{service.name} did not answer within {SECONDS_TO_START:.0f} s, see {log}")

@@ -74,7 +74,7 @@ class _Branch:
     sequence_idx: int = -1
     """Given with the first request."""
     seed: int | None = None
-    """From which its tokens are drawn, by turn and position."""
+    """Its tokens are drawn from it, by turn and position."""
     num_turns: int = 0
     num_routed: int = 0
     """Tokens whose experts are recorded."""
@@ -127,8 +127,8 @@ class Chat:
         the first reply without room is empty), and `ToolUnavailable` when a tool's infrastructure failed.
         """
         if not isinstance(text, str):
-            what = f"chat.ask() takes the user's text, not a {type(text).__name__}"
-            raise TypeError(f"{what}; chat.complete() takes a list of Message")
+            problem = f"chat.ask() takes the user's text, not a {type(text).__name__}"
+            raise TypeError(f"{problem}; chat.complete() takes a list of Message")
         messages = [*self.messages, Message(role="user", content=text)]
         was_out_of_room = self.out_of_room
         while True:

@@ -104,17 +104,17 @@ class ChatTokens:
 
     def check_day(self) -> None:
         """Raise `InvalidInput` if the template puts the day on which it is rendered into a prompt."""
-        asked: list[str] = []
+        formats: list[str] = []
 
         def strftime_now(form: str) -> str:
-            asked.append(form)
+            formats.append(form)
             return ""
 
         own = {**self._settings, "strftime_now": strftime_now}
         for before, tools in (([], None), ([{"role": "system", "content": "0"}], None), ([], [_TOOL])):
             with contextlib.suppress(Exception):  # a template need not know system messages or tools
                 self.tokenizer.apply_chat_template([*before, _USER], tools=tools, tokenize=False, **own)
-        if asked:
+        if formats:
             raise InvalidInput(
                 "reproducible = true: the model's chat template names the day on which it is rendered (strftime_now), "
                 "so prompts are others tomorrow; give it a day, as in engine.chat_template_kwargs = "
@@ -189,12 +189,12 @@ class ChatTokens:
         """Special ids before a call's last argument, from there to its result, and behind; none without calls."""
         result = {"role": "tool", "content": _RESULT}
         for count in (2, 1):  # what stands between two calls ends no turn, but some templates have only one call
-            for said in _calling(["f"] * count):
+            for reply in _calling(["f"] * count):
                 with contextlib.suppress(InvalidInput):
-                    text = self._apply([_USER, said, *[result] * count], add_generation_prompt=False)
+                    text = self._apply([_USER, reply, *[result] * count], add_generation_prompt=False)
                     called, _, after = text.partition(_RESULT)
-                    before, found, behind = called.rpartition(_STAND_IN)
-                    if found:
+                    before, has_call, behind = called.rpartition(_STAND_IN)
+                    if has_call:
                         return self._special_in(before), self._special_in(behind), self._special_in(after)
         return [], [], []
 
@@ -236,10 +236,10 @@ class ChatTokens:
         """What the template writes before an answer that the policy writes itself, if control tokens are in it: in
         gpt-oss the channel."""
         with contextlib.suppress(InvalidInput):
-            opening, said = self._apply([_USER]), {"role": "assistant", "content": _STAND_IN}
-            written, found, _ = self._apply([_USER, said], add_generation_prompt=False).partition(_STAND_IN)
+            opening, reply = self._apply([_USER]), {"role": "assistant", "content": _STAND_IN}
+            written, has_reply, _ = self._apply([_USER, reply], add_generation_prompt=False).partition(_STAND_IN)
             header = written.removeprefix(opening)
-            if found and header != written and self._special_in(header):
+            if has_reply and header != written and self._special_in(header):
                 return header
         return ""
 

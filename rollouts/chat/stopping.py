@@ -30,7 +30,7 @@ class Stopping:
         self._num_looked_at = 0
 
     def __call__(self, ids: list[int]) -> int:
-        """As `rollouts.engines.engine.Until`."""
+        """See `rollouts.engines.engine.Until`."""
         for length in range(self._num_looked_at + 1, len(ids) + 1):
             tail = self._decode(ids[max(0, length - self._window) : length])
             if self._ends(tail, ids[:length]):

@@ -51,7 +51,7 @@ class ParsedReply:
     content: str
     """The text outside the calls."""
     tool_calls: list[CallRequest]
-    """In the order they were written."""
+    """The calls, in the order they were written."""
     malformed_calls: list[tuple[int, str]] = field(default_factory=list)
     """Calls that begin and cannot be read: how many readable ones stand before it, and its text."""
 
@@ -92,8 +92,8 @@ class ToolParser:
         """
         parser, request = await self._parser(tools)
         tool_choice = {"type": "function", "function": {"name": choice}} if choice else "required"
-        asked = type(request)(messages=[], tools=list(tools), tool_choice=tool_choice)
-        tag = parser.get_structural_tag(asked, reasoning=False) if parser.structural_tag_model else None
+        forcing = type(request)(messages=[], tools=list(tools), tool_choice=tool_choice)
+        tag = parser.get_structural_tag(forcing, reasoning=False) if parser.structural_tag_model else None
         if tag is None:
             raise InvalidInput(f"vLLM has no grammar for calls in the format of engine.tool_parser = {self._name!r}")
         if one_call:
@@ -131,7 +131,7 @@ class ToolParser:
 
 
 def _read(text: str, parser: Any, request: Any) -> ParsedReply:
-    """A reply, split."""
+    """Split a reply into text and calls; a reply of which vLLM does not read every call is read call by call."""
     mark = _mark(parser)
     hidden = _without_marks_in_values(text, mark)
 
@@ -141,13 +141,13 @@ def _read(text: str, parser: Any, request: Any) -> ParsedReply:
 
     def calls_in(part: str) -> tuple[str, list[CallRequest]]:
         try:
-            found = parser.extract_tool_calls(part, request)
+            extracted = parser.extract_tool_calls(part, request)
         except Exception:  # noqa: BLE001 - some parsers raise on text that only a policy in training writes
             return "", []
-        calls = found.tool_calls if found.tools_called else []
+        calls = extracted.tool_calls if extracted.tools_called else []
         functions = [(call.id, call.function.name, call.function.arguments) for call in calls]
         read = [CallRequest(id=id, name=shown(name), arguments=shown(text)) for id, name, text in functions]
-        return shown(found.content or ""), read
+        return shown(extracted.content or ""), read
 
     content, calls = calls_in(hidden)
     head, pieces = _pieces(hidden, mark)

@@ -29,9 +29,9 @@ from rollouts.endpoint.connections import BACKLOG, Bodies, Connections, key_of, 
 from rollouts.endpoint.history import History
 from rollouts.endpoint.openai_responses import ResponseRequest, response, response_events
 from rollouts.endpoint.openai_wire import (
-    Answer,
     ChatRequest,
     ChosenTool,
+    PolicyReply,
     Refused,
     WireMessage,
     chat_completion,
@@ -46,7 +46,7 @@ from settings.errors import InvalidInput
 from settings.redaction import read_json, well_formed_data
 
 _MOST_DEPTH = 100
-"""Of lists and objects in each other in a body; pydantic writes no deeper ones than 255."""
+"""Most lists and objects inside each other in a body; pydantic writes none deeper than 255."""
 _KEEP_ALIVE = 60
 """Seconds that an idle connection stays open, so that an agent may think without a new connection."""
 
@@ -77,7 +77,7 @@ class Session:
         self._history = History()
         self._running: set[asyncio.Task[Any]] = set()
 
-    async def answer(self, request: ChatRequest, *, format_option: str = "response_format") -> Answer:
+    async def reply_to(self, request: ChatRequest, *, format_option: str = "response_format") -> PolicyReply:
         """Let the policy reply to a conversation. `format_option` is what the request calls `response_format`.
 
         Raises `Refused`.
@@ -112,7 +112,7 @@ class Session:
             content = reply.content
             calls = self._history.add(reply)
         turn, tokenizer = self.chat.turns[reply.turn_idx], self.chat.tokens.tokenizer
-        return Answer(
+        return PolicyReply(
             content=content,
             thoughts=reply.thoughts,
             thought_tokens=len(tokenizer(reply.thoughts)["input_ids"]) if reply.thoughts else 0,
@@ -283,25 +283,25 @@ def _application(find: Callable[[str], Session | None], connections: Connections
     async def complete(request: Request) -> Response:
         session = session_of(request)
         body = await _json(request, session)
-        asked = read_request(ChatRequest, body, session.chat.sampling)
-        answer = await session.run(session.answer(asked), until=_disconnected(request))
-        completion = chat_completion(answer, model=str(body.get("model", "")))
-        if asked.stream:
-            return _events(event_stream(completion, include_usage=asked.stream_options.include_usage))
+        parsed = read_request(ChatRequest, body, session.chat.sampling)
+        reply = await session.run(session.reply_to(parsed), until=_disconnected(request))
+        completion = chat_completion(reply, model=str(body.get("model", "")))
+        if parsed.stream:
+            return _events(event_stream(completion, include_usage=parsed.stream_options.include_usage))
         return JSONResponse(completion.model_dump(mode="json", exclude_unset=True))
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
         session = session_of(request)
         body = await _json(request, session)
-        asked = read_request(ResponseRequest, body, session.chat.sampling)
-        conversation = [*session.earlier(asked.previous_response_id), *asked.messages]
-        answering = session.answer(asked.chat_request(conversation), format_option="text")
-        answer = await session.run(answering, until=_disconnected(request))
-        made = response(answer, body)
-        reply = WireMessage(role="assistant", content=answer.content, tool_calls=answer.calls)
-        session.responses[made.id] = [*conversation, reply]
-        if asked.stream:
+        parsed = read_request(ResponseRequest, body, session.chat.sampling)
+        conversation = [*session.earlier(parsed.previous_response_id), *parsed.messages]
+        replying = session.reply_to(parsed.chat_request(conversation), format_option="text")
+        reply = await session.run(replying, until=_disconnected(request))
+        made = response(reply, body)
+        message = WireMessage(role="assistant", content=reply.content, tool_calls=reply.calls)
+        session.responses[made.id] = [*conversation, message]
+        if parsed.stream:
             return _events(response_events(made))
         return JSONResponse(made.model_dump(mode="json", exclude_unset=True))
 

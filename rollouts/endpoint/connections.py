@@ -1,4 +1,4 @@
-"""What clients may cost the endpoint, whoever they are: descriptors, memory and time.
+"""What any client may cost the endpoint: descriptors, memory and time.
 
 In: connections. Out: those with a complete request and a valid key; the others are answered with a status that names
 the limit, and closed.
@@ -46,7 +46,7 @@ class Connections:
     def __init__(self, knows: Callable[[str], bool]) -> None:
         self.knows = knows
         self.waiting: dict[Connection, None] = {}
-        """Those that have shown no valid key, the oldest first."""
+        """Connections that have shown no valid key, the oldest first."""
         self.of_key: defaultdict[str, set[Connection]] = defaultdict(set)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
@@ -73,7 +73,7 @@ class Connection(HttpToolsProtocol):
         self._key = ""
         self._in_message = False
         self._header_bytes = 0
-        """Of headers, trailers and what frames the chunks of a body: all that a body is not."""
+        """Bytes of headers, trailers and the framing of chunks: all that is no body."""
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

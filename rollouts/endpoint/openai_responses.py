@@ -16,12 +16,12 @@ from openai.types.responses import Response
 from pydantic import Field, field_validator
 
 from rollouts.endpoint.openai_wire import (
-    Answer,
     Call,
     CalledFunction,
     ChatRequest,
     ChosenTool,
     Function,
+    PolicyReply,
     Request,
     ResponseFormat,
     Strict,
@@ -156,22 +156,22 @@ class ResponseRequest(Request):
         )
 
 
-def response(answer: Answer, body: dict[str, Any]) -> Response:
+def response(reply: PolicyReply, body: dict[str, Any]) -> Response:
     """A reply as OpenAI's client expects it. It repeats some fields of the request `body`."""
-    status = "completed" if answer.turn.finish_reason == "stop" else "incomplete"
+    status = "completed" if reply.turn.finish_reason == "stop" else "incomplete"
     output: list[dict[str, Any]] = []
-    if answer.thoughts is not None:
-        thought = {"type": "reasoning_text", "text": answer.thoughts}
+    if reply.thoughts is not None:
+        thought = {"type": "reasoning_text", "text": reply.thoughts}
         output.append({"type": "reasoning", "summary": [], "content": [thought]})
-    if answer.content or not answer.calls:
-        text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
+    if reply.content or not reply.calls:
+        text = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
         output.append({"type": "message", "role": "assistant", "content": [text]})
-    for call in answer.calls:
+    for call in reply.calls:
         function = call.function
         output.append(
             {"type": "function_call", "call_id": call.id, "name": function.name, "arguments": function.arguments}
         )
-    sampled = len(answer.turn.sampled_ids)
+    sampled = len(reply.turn.sampled_ids)
     return Response.model_validate(
         {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -188,11 +188,11 @@ def response(answer: Answer, body: dict[str, Any]) -> Response:
             "tool_choice": body.get("tool_choice") or "auto",
             "output": [{"id": f"item_{uuid.uuid4().hex}", "status": status, **item} for item in output],
             "usage": {
-                "input_tokens": answer.prompt_tokens,
+                "input_tokens": reply.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": sampled,
-                "output_tokens_details": {"reasoning_tokens": answer.thought_tokens},
-                "total_tokens": answer.prompt_tokens + sampled,
+                "output_tokens_details": {"reasoning_tokens": reply.thought_tokens},
+                "total_tokens": reply.prompt_tokens + sampled,
             },
         }
     )

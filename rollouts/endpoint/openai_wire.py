@@ -81,7 +81,7 @@ class Strict(BaseModel):
 
 
 class Request(Strict):
-    """A request."""
+    """What the requests of both formats have in common."""
 
     unused = frozenset(
         {
@@ -274,7 +274,7 @@ def read(model: type[_Model], body: Any) -> _Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PolicyReply:
     """The policy's reply, before it is written in one of OpenAI's formats."""
 
     content: str
@@ -292,22 +292,22 @@ class Answer:
     """Bytes of the sampled tokens; None if the request asked for no logprobs."""
 
 
-def chat_completion(answer: Answer, *, model: str) -> ChatCompletion:
+def chat_completion(reply: PolicyReply, *, model: str) -> ChatCompletion:
     """A reply as OpenAI's client expects it; `model` is that of the request."""
-    turn, logprobs = answer.turn, None
-    if answer.token_bytes is not None:
+    turn, logprobs = reply.turn, None
+    if reply.token_bytes is not None:
         entries = [
             {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob, "top_logprobs": []}
-            for data, logprob in zip(answer.token_bytes, turn.logprobs, strict=True)
+            for data, logprob in zip(reply.token_bytes, turn.logprobs, strict=True)
         ]
         logprobs = {"content": entries, "refusal": None}
-    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
-    if answer.thoughts is not None:
-        message["reasoning"] = answer.thoughts
-    if answer.calls:
-        calls = [call.model_dump() for call in answer.calls]
-        message |= {"content": answer.content or None, "tool_calls": calls}
-    finished = "tool_calls" if answer.calls and turn.finish_reason == "stop" else turn.finish_reason
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+    if reply.thoughts is not None:
+        message["reasoning"] = reply.thoughts
+    if reply.calls:
+        calls = [call.model_dump() for call in reply.calls]
+        message |= {"content": reply.content or None, "tool_calls": calls}
+    finished = "tool_calls" if reply.calls and turn.finish_reason == "stop" else turn.finish_reason
     sampled = len(turn.sampled_ids)
     return ChatCompletion.model_validate(
         {
@@ -317,10 +317,10 @@ def chat_completion(answer: Answer, *, model: str) -> ChatCompletion:
             "model": model,
             "choices": [{"index": 0, "message": message, "finish_reason": finished, "logprobs": logprobs}],
             "usage": {
-                "prompt_tokens": answer.prompt_tokens,
+                "prompt_tokens": reply.prompt_tokens,
                 "completion_tokens": sampled,
-                "total_tokens": answer.prompt_tokens + sampled,
-                "completion_tokens_details": {"reasoning_tokens": answer.thought_tokens},
+                "total_tokens": reply.prompt_tokens + sampled,
+                "completion_tokens_details": {"reasoning_tokens": reply.thought_tokens},
             },
         }
     )

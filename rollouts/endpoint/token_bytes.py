@@ -26,8 +26,8 @@ def token_bytes(tokenizer: Any, token_id: int) -> bytes:
         return text.encode()
     if match := _BYTE.fullmatch(token):  # SentencePiece, for what has no token
         return bytes.fromhex(match[1])
-    known = _byte_of_character()
-    return bytes(map(known.__getitem__, token)) if known.keys() >= set(token) else text.encode()
+    byte_of = _byte_of_character()
+    return bytes(map(byte_of.__getitem__, token)) if byte_of.keys() >= set(token) else text.encode()
 
 
 @functools.cache

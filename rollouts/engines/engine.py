@@ -52,7 +52,7 @@ class Generation:
     adapters: dict[int, str] = field(default_factory=dict)
     """Version → digest of the weights that the engine's workers read, for the versions that are adapters."""
     routes: Routes | None = None
-    """Of the tokens from `routes_from` up to the last but one; None if the engine does not capture them."""
+    """Experts of the tokens from `routes_from` up to the last but one; None if the engine does not capture them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logprobs", checked_logprobs(self.logprobs))

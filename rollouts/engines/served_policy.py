@@ -55,13 +55,13 @@ class ServedPolicy:
         If that is a damaged delta it is overdue, and its anchor is returned: the trainer, which starts at the same
         time, may put the weights back. Raises `InvalidInput` for a version the run does not have, or not any more.
         """
-        wanted = find_policy(self.log, version)
+        policy = find_policy(self.log, version)
         try:
-            return wanted, self._reader.fetch(wanted)
+            return policy, self._reader.fetch(policy)
         except DamagedDelta as error:
-            anchor = find_policy(self.log, wanted.anchor)
-            logger.warning("starting with policy %d instead of %d: %s", anchor.version, wanted.version, error)
-            self.overdue = wanted
+            anchor = find_policy(self.log, policy.anchor)
+            logger.warning("starting with policy %d instead of %d: %s", anchor.version, policy.version, error)
+            self.overdue = policy
             return anchor, self._reader.fetch(anchor)
 
     def base(self) -> Path:
@@ -77,7 +77,7 @@ class ServedPolicy:
         `storage.objects.digests.DigestMismatch` before touching the engine, and `EngineError` with the old version
         still serving.
         """
-        await self._know(policy)
+        await self._fold_in(policy)
         try:
             folder = await asyncio.to_thread(self._reader.fetch, policy)
         except DamagedDelta as error:
@@ -97,7 +97,7 @@ class ServedPolicy:
 
     async def receive(self, policy: Policy, broadcast: Broadcast) -> WeightUpdate | None:
         """`publish` by broadcast, and from the store if that fails."""
-        await self._know(policy)
+        await self._fold_in(policy)
         try:
             async with self._pinned():
                 update = await self.engine.receive_policy(broadcast, functools.partial(self._reader.fetch, policy))
@@ -151,8 +151,8 @@ class ServedPolicy:
         await self.engine.load_policy(folder, version)
         self.version = version
 
-    async def _know(self, policy: Policy) -> None:
-        """Of a delta the reader needs to know the anchor."""
+    async def _fold_in(self, policy: Policy) -> None:
+        """Make sure that the log's fold has the policy, and with it the anchor of a delta."""
         if policy.version not in self.log.state.policies:
             async with self.log_lock:
                 await asyncio.to_thread(self.log.refresh)

@@ -59,19 +59,19 @@ def files_of(folder: Path, split: str, *, dataset: str, configuration: str = "")
     if declared := _declared(folder, dataset):
         patterns = _patterns(declared, split, dataset=dataset, configuration=configuration)
         files = sorted({file for each in patterns for file in folder.glob(each.lstrip("/")) if file.is_file()})
-        there = f"README.md says under `configs` that it is {', '.join(patterns) or 'none'}"
+        others = f"README.md says under `configs` that it is {', '.join(patterns) or 'none'}"
     else:
         files = _by_name(folder / configuration, split, dataset=dataset)
         beside = sorted(each.name for each in (folder / configuration).glob("[!.]*"))
-        there = f"there are {', '.join(beside[:8]) or 'none'}{', …' if len(beside) > 8 else ''}"
+        others = f"there are {', '.join(beside[:8]) or 'none'}{', …' if len(beside) > 8 else ''}"
     if not files:
         expected = f"expected {split}.jsonl or {split}*.parquet"
-        raise NotFound(f"{folder / configuration} has no file for split {split!r}; {expected}, and {there}")
+        raise NotFound(f"{folder / configuration} has no file for split {split!r}; {expected}, and {others}")
     if len(formats := {(kind_of(file), file.suffix): file.name for file in files}) > 1:
         names = " and ".join(sorted(formats.values()))
         raise InvalidInput(f"dataset = {dataset!r}: split {split!r} is there in two formats, {names}; name one file")
-    wanted = {match[0]: int(match[1]) for file in files for match in _OF.finditer(file.name)}
-    for of, count in wanted.items():
+    counts = {match[0]: int(match[1]) for file in files for match in _OF.finditer(file.name)}
+    for of, count in counts.items():
         if (there_are := sum(of in file.name for file in files)) != count:
             raise InvalidInput(
                 f"dataset = {dataset!r}: split {split!r} has {there_are} of {count} files *{of}*; fetch all"
@@ -96,7 +96,7 @@ def _words(split: str) -> tuple[str, ...]:
 
 
 def _says(name: str, words: Iterable[str]) -> bool:
-    """Whether one of the words is in a name as a word of its own."""
+    """True if one of the words is in a name as a word of its own."""
     return re.search(rf"(?:^|[-._ 0-9])(?:{'|'.join(map(re.escape, words))})(?:[-._ 0-9]|$)", name, re.I) is not None
 
 
@@ -105,25 +105,27 @@ def _by_name(folder: Path, split: str, *, dataset: str) -> list[Path]:
     relative = [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file() and kind_of(file)]
     relative = [file for file in relative if not any(part.startswith((".", "__")) for part in file.parts)]
     others = [*itertools.chain(*_HELD_OUT)] if split in _TRAIN else [*_TRAIN]
-    found: dict[Path, Path] = {}  # → itself, or the folder that is the split's
+    place_of: dict[Path, Path] = {}  # → itself, or the folder that is the split's
     for word in dict.fromkeys(_words(split)):
         for file in relative:
             above = [number for number, part in enumerate(file.parts[:-1], start=1) if _says(part, [word])]
             if _says(file.name, [word]) or (above and not _says(file.name, others)):
-                found[file] = Path(*file.parts[: above[-1]]) if above else file
-        if found:
+                place_of[file] = Path(*file.parts[: above[-1]]) if above else file
+        if place_of:
             break
     is_usual = word in (*_TRAIN, *itertools.chain(*_HELD_OUT))  # and not `train_sft`
-    if both := [str(file) for file in found if is_usual and _says(file.name, [word]) and _says(file.name, others)]:
-        what = f"{', '.join(both)} is named for training and for being held out"
-        raise InvalidInput(f"dataset = {dataset!r}: {what}; rename it, or say in README.md under `configs` whose it is")
-    if len(parents := sorted({str(place.parent) for place in found.values()})) > 1:
+    if both := [str(file) for file in place_of if is_usual and _says(file.name, [word]) and _says(file.name, others)]:
+        fault = f"{', '.join(both)} is named for training and for being held out"
+        raise InvalidInput(
+            f"dataset = {dataset!r}: {fault}; rename it, or say in README.md under `configs` whose it is"
+        )
+    if len(parents := sorted({str(place.parent) for place in place_of.values()})) > 1:
         raise InvalidInput(
             f"dataset = {dataset!r}: split {split!r} is there in several configurations, {', '.join(parents)}; name "
             f"one, such as dataset = {f'{dataset}/{parents[-1]}'!r}"
         )
     series: dict[tuple[str, ...], list[Path]] = {}  # files whose names differ in their number alone
-    for file, place in found.items():
+    for file, place in place_of.items():
         stem = place.name.lower().partition(kind_of(file))[0] if place == file else f"{place.name.lower()}/"
         if match := _NUMBERED.fullmatch(stem):
             series.setdefault(match.groups(default=""), []).append(file)
@@ -131,7 +133,7 @@ def _by_name(folder: Path, split: str, *, dataset: str) -> list[Path]:
     are_splits = all(of for *_, of in series)  # as in `train-0-of-2` and `train_sft-0-of-1`
     series = whole if are_splits and whole else series
     if len(series) > 1 and (are_splits or whole):
-        names = " or ".join(sorted(found[files[0]].as_posix() for files in series.values()))
+        names = " or ".join(sorted(place_of[files[0]].as_posix() for files in series.values()))
         fix = "name one file, or say in README.md under `configs` which files it is"
         raise InvalidInput(f"dataset = {dataset!r}: split {split!r} may be {names}; {fix}")
     return sorted(folder / file for files in series.values() for file in files)

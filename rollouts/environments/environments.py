@@ -32,7 +32,7 @@ class Observation:
     text: str = ""
     """The next message to the policy; unused once `is_done` is set."""
     reward: float | None = 0.0
-    """Reward of this reply alone; `returns` adds the later ones. Null, NaN and infinity: it has none."""
+    """Reward of this reply alone; `returns` adds the later ones. None, NaN and infinity: it has none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", as_number(self.reward))

@@ -77,21 +77,21 @@ class Launcher:
         if len(command) < 2 or command[0] != sys.executable or not command[1].endswith(".py"):
             raise InvalidInput(f"{list(command)[:2]} cannot be forked: it is to be [sys.executable, 'script.py', …]")
         control = await self._connected()
-        what = {"script": command[1], "arguments": command[2:], "environment": environment}
+        program = {"script": command[1], "arguments": command[2:], "environment": environment}
         request = os.memfd_create("request")
         ends = [os.pipe() for _ in range(3)]
-        theirs = [request, *(end[1] for end in ends)]
+        child_ends = [request, *(end[1] for end in ends)]
         try:
-            os.write(request, json.dumps(what).encode())
+            os.write(request, json.dumps(program).encode())
             os.lseek(request, 0, os.SEEK_SET)
-            socket.send_fds(control, [b"!"], theirs)
+            socket.send_fds(control, [b"!"], child_ends)
         except OSError as error:
             for end in ends:
                 os.close(end[0])
             self._control = None
             raise LauncherEnded(f"programs cannot be forked: {error}") from error
         finally:
-            for descriptor in theirs:
+            for descriptor in child_ends:
                 os.close(descriptor)
         output, errors, reports = [await _reader(end[0]) for end in ends]
         return ForkedProgram(await _number(reports), output, errors, reports)
@@ -100,10 +100,10 @@ class Launcher:
         async with self._starting:
             if self._control is None or self._process is None or self._process.returncode is not None:
                 self.close()
-                self._control, theirs = socket.socketpair()
-                with theirs:
+                self._control, child_end = socket.socketpair()
+                with child_end:
                     self._process = await asyncio.create_subprocess_exec(
-                        sys.executable, str(_LAUNCHER), json.dumps(sys.path), *self._modules, stdin=theirs.fileno()
+                        sys.executable, str(_LAUNCHER), json.dumps(sys.path), *self._modules, stdin=child_end.fileno()
                     )
             return self._control
 

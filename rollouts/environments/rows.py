@@ -19,7 +19,7 @@ from settings.redaction import read_json
 
 _COMPRESSIONS = (".gz", ".zst", ".bz2")
 _ENCODINGS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
-"""By the mark a file begins with; without one it is UTF-8."""
+"""Mark at the beginning of a file → encoding; a file without one is UTF-8."""
 _CONVERSATION = re.compile(r"""\s*\[\s*\{\s*(["'])(role|from)\1\s*:\s*["']""")
 _LFS_POINTER = b"version https://git-lfs"
 """What Git puts in a file's place until Git LFS has fetched it."""
@@ -119,8 +119,8 @@ def _json_rows(file: Path) -> Iterator[tuple[int, Any]]:
         try:
             text = line.decode(encoding)
         except UnicodeDecodeError as error:
-            what = f"byte {error.start + 1} is no {encoding.upper()}: save the file as UTF-8"
-            raise InvalidInput(f"{file}, line {number}: {what}") from None
+            problem = f"byte {error.start + 1} is no {encoding.upper()}: save the file as UTF-8"
+            raise InvalidInput(f"{file}, line {number}: {problem}") from None
         if not text.strip():
             continue
         try:

@@ -249,10 +249,10 @@ class _PolicyClient(vf.Client):
         messages = [message_to_wire(message) for message in prompt]
         try:
             request = read_request(ChatRequest, {**body, "messages": messages}, self._attempt.chat.sampling)
-            answer = await self._attempt.answer(request)
+            reply = await self._attempt.reply_to(request)
         except Refused as error:
             raise vf.ProviderError(str(error), status_code=error.status) from error
-        raw = chat_completion(answer, model="policy").model_dump(mode="json", exclude_unset=True)
+        raw = chat_completion(reply, model="policy").model_dump(mode="json", exclude_unset=True)
         response: vf.Response = dialect.parse_response(dialect.validate_response(raw))
         response.raw = raw
         return response

@@ -17,8 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import vllm_source
 from rollouts.engines.engine import Engine
-from rollouts.engines.vllm_core import is_cpu_build
-from settings.engine import EngineSettings
+from rollouts.engines.vllm.core_start import is_cpu_build
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
 from storage.policies.model_config import model_config, num_positions, stored_dtype
@@ -50,7 +49,7 @@ def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:
 
 
 def pays_back(config: RunConfig, weights_bytes: int) -> bool:
-    """Whether an engine on CPUs gains more in this run by compiling the model than the compiler takes: a small model
+    """True if an engine on CPUs gains more in this run by compiling the model than the compiler takes: a small model
     gains some of the time around its products, a larger one nothing, in as many tokens as the run may sample."""
     most_tokens = config.steps * config.batch_size * config.n_samples * config.sampling.max_tokens
     return weights_bytes < _GAINS_BELOW and most_tokens >= _PAYS_FROM
@@ -124,37 +123,21 @@ def _literal(name: str, source: Sequence[ast.stmt]) -> Any:
     return Any
 
 
-def make_engine(
-    settings: EngineSettings,
-    model: Path,
-    *,
-    seed: int,
-    lora_rank: int = 0,
-    reproducible: bool = False,
-    captures_routes: bool = False,
-) -> Engine:
-    """The engine a run file asks for; with `lora_rank` it serves adapters of `model`.
-
-    If `reproducible`, a token has the same log-probability in every batch. With `captures_routes` replies come with the
-    experts of their tokens."""
+def make_engine(config: RunConfig, model: Path) -> Engine:
+    """The engine a run file asks for; with `train.lora` it serves adapters of `model`."""
+    settings, lora = config.engine, config.train.lora
     match settings.kind:
         case "vllm":
-            from rollouts.engines.vllm_engine import VllmEngine
+            from rollouts.engines.vllm.vllm_engine import VllmEngine
 
-            # With vLLM's parser, a grammar begins behind the thoughts.
-            thinks = settings.guided_decoding and settings.reasoning_parser not in ("auto", "none")
             return VllmEngine(
-                max_model_len=settings.max_model_len,
-                seed=seed,
-                update_mode=settings.update_mode,
-                clear_cache_on_reload=settings.clear_cache_on_reload,
-                arguments={**({"reasoning_parser": settings.reasoning_parser} if thinks else {}), **settings.vllm},
-                lora_rank=lora_rank,
-                base_folder=model if lora_rank else None,
+                settings,
+                seed=config.seed,
+                lora_rank=0 if lora is None else lora.rank,
+                base_folder=None if lora is None else model,
                 ends_process=True,
-                guided_decoding=settings.guided_decoding,
-                reproducible=reproducible,
-                captures_routes=captures_routes,
+                reproducible=config.reproducible,
+                captures_routes=config.train.router_replay,
             )
         case "scripted":
             from rollouts.engines.scripted_engine import ScriptedEngine, random_reply

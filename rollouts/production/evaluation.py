@@ -69,7 +69,7 @@ def majority_at_k(answers: Sequence[tuple[int, int]], *, num_attempts: int, k: i
     is drawn; `ways[:, l, q]` is in how many ways `q` attempts are drawn of which `l` answers are the commonest, and
     that number times the correct shares of those.
     """
-    chance, silent = 0.0, num_attempts - sum(size for size, _ in answers)
+    chance, num_silent = 0.0, num_attempts - sum(size for size, _ in answers)
     for times in range(1, min(k, max((size for size, _ in answers), default=0)) + 1):
         ways = np.zeros((2, k // times + 1, k + 1))
         ways[0, 0, 0] = 1.0
@@ -81,7 +81,7 @@ def majority_at_k(answers: Sequence[tuple[int, int]], *, num_attempts: int, k: i
                 ways[:, level:, drawn:] += added
                 ways[1, level:, drawn:] += level * correct / size * added[0]
         won_Q = (ways[1, 1:] / np.arange(1, ways.shape[1])[:, None]).sum(0)
-        chance += sum(float(won) * math.comb(silent, k - drawn) for drawn, won in enumerate(won_Q))
+        chance += sum(float(won) * math.comb(num_silent, k - drawn) for drawn, won in enumerate(won_Q))
     return chance / math.comb(num_attempts, k)
 
 
@@ -118,7 +118,7 @@ class Tally:
 
     @property
     def standard_error(self) -> float | None:
-        """Of the score: sample standard deviation of the problems' means, over √(number of problems)."""
+        """Standard error of the score: sample standard deviation of the problems' means, over √(number of problems)."""
         if self.num_tasks < 2:
             return None
         variance = (self._sum_of_squares - self._sum**2 / self.num_tasks) / (self.num_tasks - 1)
@@ -148,7 +148,7 @@ class Tally:
 
 
 def _answers(group: RolloutGroup) -> tuple[tuple[int, int], ...]:
-    """Of each answer that got a vote, how many attempts gave it, and how many of them are correct; sorted."""
+    """For each answer with a vote: how many attempts gave it, and how many of them are correct; sorted."""
     votes: dict[str, list[bool]] = {}
     for attempt in group.usable:
         if attempt.vote is not None and attempt.reward is not None:

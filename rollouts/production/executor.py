@@ -85,7 +85,7 @@ class Executor:
 
     @property
     def waits_for_policy(self) -> bool:
-        """Whether all that may be sampled before the next policy is in the log, and there is more to do then."""
+        """True if all that may be sampled before the next policy is in the log, and there is more to do then."""
         return self._is_idle and not self._finished and self.quota.waits_for_policy
 
     async def call_back(self) -> None:
@@ -101,7 +101,7 @@ class Executor:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to collect or room to start something."""
+        """True if there is something to collect or room to start something."""
         return not self._is_idle or bool(self._finished) or self.quota.room > 0 or self._failure is not None
 
     async def wait_for_change(self) -> None:
@@ -159,8 +159,8 @@ class Executor:
     async def close(self) -> list[RolloutGroup]:
         """Cancel what is running, whose prompts are free again later; returns what has finished by now.
 
-        Nothing begins and nothing finishes any more, whoever still waits for a batch or admits: what cancellation does
-        to an attempt is in no shard, and the next start goes on as after a kill.
+        Nothing begins and nothing finishes any more, also for a caller that still waits for a batch: what cancellation
+        does to an attempt is in no shard, and the next start goes on as after a kill.
         """
         self.is_closed = True
         await _cancel(self._running)

@@ -26,7 +26,7 @@ take no longer than the first to make, and are called back when it has taken the
 
 
 def is_short(metrics: Mapping[str, float], num_steps: int, *, attempt_timeout: float) -> bool:
-    """Whether groups may begin ahead of the policy that `num_steps` steps like this one make."""
+    """True if groups may begin ahead of the policy that `num_steps` steps like this one make."""
     seconds = sum(metrics.get(f"{phase}_seconds", math.inf) for phase in ("load", "train", "save"))
     return num_steps * seconds <= SHARE * attempt_timeout
 

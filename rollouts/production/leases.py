@@ -35,13 +35,13 @@ class Leases:
             while True:
                 await asyncio.to_thread(self.log.refresh)
                 self.rebase(self.quota.version)
-                state, wanted = self.log.state, self.quota.wanted
-                if not wanted:
+                state, num_wanted = self.log.state, self.quota.wanted
+                if not num_wanted:
                     return []
                 if self.presence.holder not in state.producers:  # given up for dead, and alive after all
                     await self.presence.join()
                     continue
-                positions = state.free_positions(wanted)
+                positions = state.free_positions(num_wanted)
                 lease = Lease(holder=self.presence.holder, positions=positions, number=state.num_leases)
                 try:
                     await asyncio.to_thread(self.log.append, lease)

@@ -65,19 +65,19 @@ def task_set(state: RunState, tasks: Sequence[Task], *, run: str, split: str = "
             change = f"there were {recorded.count:,}, and now there are {given.count:,}"
         else:
             change = "there are as many, with other ids or in another order"
-        where = ("its prompt order would name others", " from a new epoch")
-        why, how = where if split == "train" else ("scores would be of other problems than before", "")
+        reasons = ("its prompt order would name others", " from a new epoch")
+        why, how = reasons if split == "train" else ("scores would be of other problems than before", "")
         raise InvalidInput(
             f"the tasks of split {split!r} are not those that run {run!r} has had: {change}; {why}. Put the data back, "
             f"or go on with these{how}: --adopt-tasks"
         )
     if split != "train":
         return given
-    asked = max(state.positions, default=-1) + 1
-    last_epoch = recorded.first_epoch + (asked - recorded.first_position) // recorded.count
-    # Epochs are left out for the positions before `asked` that came to nothing: no group's id occurs twice.
-    left_out = math.ceil(asked / given.count)
-    return dataclasses.replace(given, first_position=asked, first_epoch=last_epoch + 1 + left_out)
+    first_free = max(state.positions, default=-1) + 1
+    last_epoch = recorded.first_epoch + (first_free - recorded.first_position) // recorded.count
+    # Epochs are left out for the positions before `first_free` that came to nothing: no group's id occurs twice.
+    left_out = math.ceil(first_free / given.count)
+    return dataclasses.replace(given, first_position=first_free, first_epoch=last_epoch + 1 + left_out)
 
 
 class PromptOrder:

@@ -78,14 +78,14 @@ class Quota:
         self.handed_out, self.finished = self.handed_out + self.finished, 0
 
     def commit(self, count: int) -> None:
-        """So many of the groups handed out are counted by the log from now on, or were dropped."""
+        """The log counts `count` of the groups handed out from now on, or they were dropped."""
         self.handed_out -= count
         self.committed += count
 
     # ── What follows ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def counts(self, *, accepted: bool, will_retry: bool) -> bool:
-        """Whether a finished group uses up room: a rejected one gives it back, unless a step takes attempts as they
+        """True if a finished group uses up room: a rejected one gives it back, unless a step takes attempts as they
         come (`rollout.dynamic_batch`)."""
         return not will_retry if self._config.rollout.dynamic_batch else accepted
 
@@ -120,18 +120,18 @@ class Quota:
         return max(missing, surplus) if missing > 0 else 0
 
     def used_up(self, version: int) -> bool:
-        """Whether the log holds all groups that may be sampled before there is a newer policy than `version`."""
+        """True if the log holds all groups that may be sampled before there is a newer policy than `version`."""
         return num_allowed(version, self._config) <= self.committed
 
     @property
     def waits_for_policy(self) -> bool:
-        """Whether all that may be sampled before the next policy is in the log, and there is more to do then."""
+        """True if all that may be sampled before the next policy is in the log, and there is more to do then."""
         idle = not (self.paused or self.running or self.finished or self.handed_out)
         return idle and self.accepted < self.total and self.used_up(self.version)
 
     @property
     def is_batch(self) -> bool:
-        """Whether what has finished is what the next step misses, or this worker's share of it; or a part that the
+        """True if what has finished is what the next step misses, or this worker's share of it; or a part that the
         trainer can begin with."""
         missing = self._config.batch_size - (self.committed + self.handed_out) % self._config.batch_size
         if streams(self._config):
@@ -143,7 +143,7 @@ class Quota:
         return self._update(self.version) - self._update(version)
 
     def is_lost(self, version: int) -> bool:
-        """Whether no step can train a group that started under `version`."""
+        """True if no step can train a group that started under `version`."""
         return self._config.train.stale_policy == "strict" and self.lag(version) > self._bound
 
     def stragglers(self, heads: Sequence[int], version: int) -> int:
@@ -155,7 +155,7 @@ class Quota:
         return sum(now - self._update(head) <= self._bound < then - self._update(head) for head in heads)
 
     def should_wait(self, heads: Sequence[int], version: int) -> bool:
-        """Whether a claim at `version` waits for the groups that the next version would push over the bound.
+        """True if a claim at `version` waits for the groups that the next version would push over the bound.
 
         Only as long as the engine is busy: otherwise it would idle for one long group, and so would the trainer.
         """

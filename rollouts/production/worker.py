@@ -79,7 +79,7 @@ class RolloutWorker:
     served: ServedPolicy
     player: Player
     provenance: Provenance
-    """Of its shards, each of which has an id of its own."""
+    """Origin of its shards, without the id, which each shard has of its own."""
     leases: Leases
     opened: str
     """Checksum of the weights that the engine started with."""
@@ -121,26 +121,16 @@ class RolloutWorker:
         most_behind = 0 if is_fixed(config) else config.max_staleness * config.train.steps_per_update
         served = ServedPolicy(log=log, log_lock=lock, cache=Path(cache), most_behind=most_behind)
         policy, folder = served.first(version)
-        lora = config.train.lora
-        model = served.base() if lora is not None else folder
+        model = folder if config.train.lora is None else served.base()
         config = fitted_to_model(config, model)
         evaluation = config.evaluation
         at_once = (config.rollout.max_concurrent * config.n_samples, evaluation.max_concurrent * evaluation.n_samples)
         give_threads(max(at_once))
         workflow: Workflow = load_object(config.workflow)(config.dataset or None)
-        lora_rank = 0 if lora is None else lora.rank
         # Before transformers is imported here: vLLM's core imports it beside us.
-        exact = config.reproducible
-        engine = make_engine(
-            config.engine,
-            model,
-            seed=config.seed,
-            lora_rank=lora_rank,
-            reproducible=exact,
-            captures_routes=config.train.router_replay,
-        )
+        engine = make_engine(config, model)
         tokens = ChatTokens.load(model, settings=config.engine.chat_template_kwargs)
-        if exact:  # of a model that was not on the machine of the command
+        if config.reproducible:  # of a model that was not on the machine of the command
             tokens.check_day()
         checksum = await engine.start(folder, policy.version, stop_ids=tokens.turn_ends)
         served.engine, served.version = engine, policy.version
@@ -348,7 +338,7 @@ class RolloutWorker:
             async with self.lock:
                 await self._head_start.call_back()
                 look = partial(task_set, run=self.log.run_id, split=split, adopt=adopt_tasks)
-                asked = await asyncio.to_thread(look, self.log.state, tasks)
+                recorded_tasks = await asyncio.to_thread(look, self.log.state, tasks)
             sampling = dataclasses.replace(self._executor.sampling, temperature=settings.temperature)
 
             async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
@@ -366,7 +356,7 @@ class RolloutWorker:
                 shard_bytes=self.config.rollout.shard_bytes,
                 commit=commit,
             )
-            evaluation = dataclasses.replace(evaluation, tasks=asked)
+            evaluation = dataclasses.replace(evaluation, tasks=recorded_tasks)
             async with self.lock:
                 self._check_open()
                 await asyncio.to_thread(self.log.append, evaluation)
@@ -391,7 +381,7 @@ class RolloutWorker:
         await self.leases.presence.leave()
 
     def _is_committed(self, group: RolloutGroup) -> bool:
-        """Whether another worker has committed this prompt, or this very attempt at it that came to nothing."""
+        """True if another worker has committed this prompt, or this very attempt at it that came to nothing."""
         state = self.log.state
         logged = state.groups.get(group.id)
         return group.position in state.positions or (logged is not None and logged.position == group.position)

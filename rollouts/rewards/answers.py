@@ -180,9 +180,9 @@ def math_answer(reply: str, answer: str) -> float:
     if bare is not None and is_prose(bare):
         raise InvalidInput(f"the reference answer {answer!r} is a sentence; write the bare answer")
     if choices := _choices(bare or "", whole=True):
-        said = _last(_CHOICE_IN_PROSE.finditer(reply)) if given is None else None
-        chosen = _choices(reply[said.start(1) :] if said else given or "")
-        if given is None and said is None:  # nothing but the letter, in front or on the last line
+        in_prose = _last(_CHOICE_IN_PROSE.finditer(reply)) if given is None else None
+        chosen = _choices(reply[in_prose.start(1) :] if in_prose else given or "")
+        if given is None and in_prose is None:  # nothing but the letter, in front or on the last line
             *_, last_line = ["", *reply.strip().splitlines()]
             chosen = _choices(last_line, whole=True) or (_choices(reply) if _CHOICE_IN_FRONT.match(reply) else set())
         if chosen:
@@ -274,8 +274,8 @@ def _choices(text: str, *, whole: bool = False) -> set[str]:
     return letters if not whole or not rest.strip(" .}$)") else set()
 
 
-def _last(found: Iterable[re.Match[str]]) -> re.Match[str] | None:
-    return next(reversed(list(found)), None)
+def _last(matches: Iterable[re.Match[str]]) -> re.Match[str] | None:
+    return next(reversed(list(matches)), None)
 
 
 def _first_line(text: str, start: int) -> str:

@@ -3,7 +3,7 @@
 In: a reply with a block of Python, and tests. Out: a float from 0 to 1.
 
     stdin/stdout pairs   the code runs in a new sandbox for each pair; its output is compared here
-    all other tests      the code in one sandbox, the tests in another, which calls it (see `sandbox/solution.py`)
+    all other tests      the code in one sandbox, the tests in another, which calls it (`sandbox/code_tests/`)
 
 It runs in a reward process, like every reward. The sandboxes are children of that process and die with it.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.rewards.code_blocks import python_block
-from rollouts.sandbox.code_tests import CannotRun, check_imports, read_tests
+from rollouts.sandbox.code_tests.plan import CannotRun, check_imports, read_tests
 from rollouts.sandbox.sandbox import (
     SandboxedProcess,
     check_started,
@@ -127,8 +127,8 @@ def _unpacked(tests: str) -> str:
         steps = [(step.name, argument) for step, argument, _ in pickletools.genops(data)]
         [text] = [argument for name, argument in steps if name not in ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "STOP")]
     except (ValueError, zlib.error) as error:
-        what = "the tests are packed, and not as LiveCodeBench packs its private ones (a pickled text, zlib, base64)"
-        raise InvalidInput(f"{what}: unpack them when you prepare the data") from error
+        fault = "the tests are packed, and not as LiveCodeBench packs its private ones (a pickled text, zlib, base64)"
+        raise InvalidInput(f"{fault}: unpack them when you prepare the data") from error
     return str(text)
 
 
@@ -154,9 +154,9 @@ def _cases(data: Any) -> tuple[str, list[tuple[Any, Any]]]:
         about = {**(metadata if isinstance(metadata, dict) else {}), **member}
         name = str(about.get("fn_name") or about.get("func_name") or "")
         if not name and str(about.get("testtype", about.get("type", ""))).startswith("func"):
-            what = "these tests call a function and do not name it"
+            fault = "these tests call a function and do not name it"
             raise InvalidInput(
-                f'{what}: put {{"fn_name": "…"}} beside their inputs; LiveCodeBench has it in `metadata`'
+                f'{fault}: put {{"fn_name": "…"}} beside their inputs; LiveCodeBench has it in `metadata`'
             )
         names.add(name)
     if len(names) > 1 or not all(name.isidentifier() for name in names if name):
@@ -182,8 +182,8 @@ def _calls(name: str, cases: list[tuple[Any, Any]]) -> str:
             for given, expected in cases
         ]
     except (TypeError, ValueError) as error:
-        what = f"an input or output of {name} is neither a list of arguments nor text with one argument in JSON a line"
-        raise InvalidInput(f"{what}: {error}") from error
+        fault = f"an input or output of {name} is neither a list of arguments nor text with one argument in JSON a line"
+        raise InvalidInput(f"{fault}: {error}") from error
     if all(not isinstance(given, str) and isinstance(out, list) and len(out) == 1 for given, out in cases):
         calls = [[*call, expected[0]] for call, (_, expected) in zip(calls, cases, strict=True)]  # as some of APPS
     lines = [f"assert passes(*calls[{index}])" for index in range(len(calls))]
@@ -219,12 +219,12 @@ def _run_tests(program: str, code: str, tests: str, folder: Path, *, deadline: f
         write_text(folder / name / f"{name}.py", text)
     left = deadline - time.monotonic()
     requests, asks = os.pipe()
-    answers, tells = os.pipe()
+    replies, tells = os.pipe()
     with (folder / "verdicts").open("wb") as verdicts:
         start = functools.partial(SandboxedProcess, seconds=left, memory_gb=memory_gb)
         server = start("serve", folder / "solution", pass_fds=[requests, tells])
-        checker = start(program, folder / "tests", pass_fds=[asks, answers, verdicts.fileno()])
-    for descriptor in (requests, asks, answers, tells):
+        checker = start(program, folder / "tests", pass_fds=[asks, replies, verdicts.fileno()])
+    for descriptor in (requests, asks, replies, tells):
         os.close(descriptor)  # only the children keep them, so that one notices the end of the other
     checker.wait(deadline)
     server.kill()

@@ -159,7 +159,7 @@ _UNITS = {
     """.strip().splitlines()
     for word in line.split()
 }
-"""Of a word without its plural's s: the unit."""
+"""Word, without its plural's s → unit."""
 _UNIT = re.compile(
     r"""(?:(?<=\S)(?:\\[,;:!\ ]|[\s~])*\\(?:text|textrm|mathrm|mbox)\s*\{(?P<text>[^{}\d]*)\}
         |(?<=[\d)}!])(?:\\[,;:!\ ]|[\s~])+(?P<bare>[A-Za-z][A-Za-z ./]*|\\Omega)
@@ -264,10 +264,10 @@ def unit_of(answer: str) -> str:
     answer = _bare(answer)
     if base := _BASE.match(answer):
         return f"base {base[1]}"
-    if not (found := _UNIT.search(answer) or _LETTER_UNIT.match(answer)):
+    if not (unit := _UNIT.search(answer) or _LETTER_UNIT.match(answer)):
         return "dollar" if re.match(r"\s*\\?\$\s*[\d.]", answer) else ""
-    words = re.sub(r"\s*\bper\b\s*", "/", _words(found)).lower().replace(".m.", "m")
-    power = re.sub(r"[^23]", "", found["power"] or "")
+    words = re.sub(r"\s*\bper\b\s*", "/", _words(unit)).lower().replace(".m.", "m")
+    power = re.sub(r"[^23]", "", unit["power"] or "")
     if match := re.match(r"(square|sq|cubic|cu)\.? +", words):
         words, power = words[match.end() :], "2" if match[1].startswith("sq") else "3"
     parts = [_UNITS.get(part) or _UNITS.get(part.removesuffix("s"), "") for part in words.split("/")]

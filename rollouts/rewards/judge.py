@@ -128,7 +128,7 @@ class Judge:
         import openai
 
         try:
-            answer = await client.chat.completions.create(
+            completion = await client.chat.completions.create(
                 model=self.model,
                 messages=[{"role": "user", "content": prompt}],
                 extra_body=dict(self.options),
@@ -146,11 +146,11 @@ class Judge:
         except (ValueError, RecursionError) as error:
             return None, f"an answer that is no JSON: {error}"
         try:
-            choice = answer.choices[0]
+            choice = completion.choices[0]
             text, is_cut_off = choice.message.content or "", str(choice.finish_reason).lower() in _CUT_OFF
             score = verdict_in(text)
         except (AttributeError, LookupError, TypeError):
-            return None, f"an answer that is no chat completion: {str(answer)[:_SHOWN_CHARACTERS]!r}"
+            return None, f"an answer that is no chat completion: {str(completion)[:_SHOWN_CHARACTERS]!r}"
         if is_cut_off:
             return (
                 None,
@@ -213,7 +213,7 @@ def verdict_in(text: str) -> float | None:
         else:
             end = start + 1  # it may be inside
         start = text.find("{", end)
-    found = _NUMBER.match(json.dumps(scores[-1])) if scores else None
+    match = _NUMBER.match(json.dumps(scores[-1])) if scores else None
     for in_prose in [] if scores else _VERDICT.finditer(text):
-        found = in_prose
-    return float(found[1]) if found else None
+        match = in_prose
+    return float(match[1]) if match else None

@@ -92,7 +92,7 @@ class Rescored:
     first_error: str = ""
     """Message of the first failure."""
     comparisons: dict[str, Comparison] = field(default_factory=dict)
-    """By split, over all shards that have these rewards."""
+    """Split → comparison over all shards that have these rewards."""
 
 
 def load_reward(path: str, *, name: str = "") -> tuple[Callable[..., Any], RewardSet]:

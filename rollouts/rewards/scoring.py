@@ -122,8 +122,10 @@ class RewardPool:
             raise InvalidInput(f"score() takes a reward function first, and then its arguments, not {reward!r}")
         name, request_id = _name_of(reward), next(self._request_ids)
         if "<" in name.rpartition(":")[2]:
-            what = "a reward is a function of a module, which another process finds, not one in a function, or a lambda"
-            raise RewardFailed(f"{name}: InvalidInput: {what}")
+            fault = (
+                "a reward is a function of a module, which another process finds, not one in a function, or a lambda"
+            )
+            raise RewardFailed(f"{name}: InvalidInput: {fault}")
         is_built_in = name.startswith(("rollouts.rewards.answers:", "rollouts.rewards.code_reward:"))
         request = {"id": request_id, "function": name, "arguments": arguments}
         line = json.dumps(request, default=_refuse).encode() + b"\n"
@@ -314,8 +316,8 @@ def _refuse(argument: object) -> object:
     if inspect.iscoroutine(argument):
         argument.close()  # or Python warns of it
         raise TypeError(f"{argument.__qualname__}() was not awaited: write `await` before the call")
-    what = f"a {type(argument).__name__} cannot be sent to a reward function"
-    raise TypeError(f"{what}; give it texts, numbers, lists and dictionaries")
+    fault = f"a {type(argument).__name__} cannot be sent to a reward function"
+    raise TypeError(f"{fault}; give it texts, numbers, lists and dictionaries")
 
 
 async def _part(part: Part) -> float | None | dict[str, float | None]:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollouts.sandbox.check import check
+from rollouts.sandbox.code_tests.check import check
+from rollouts.sandbox.code_tests.solution import Solution, run_module, serve
+from rollouts.sandbox.code_tests.wire import send
 from rollouts.sandbox.sandbox_rules import die_with_parent, lock_down
-from rollouts.sandbox.solution import Solution, run_module, serve
-from rollouts.sandbox.wire import send
 
 
 def main() -> None:
@@ -39,13 +39,13 @@ def main() -> None:
         case "script", []:
             sys.excepthook = _print_error
             run_module("__main__", folder / "solution.py")
-        case "function", [answers]:
+        case "function", [replies]:
             assert function is not None
-            _answer(function, folder / "arguments.json", os.fdopen(answers, "w"))
-        case "serve", [requests, answers]:
-            serve(folder / "solution.py", os.fdopen(requests), os.fdopen(answers, "w"))
-        case "check" | "check_as_leetcode", [requests, answers, verdicts]:
-            solution = Solution(os.fdopen(requests, "w"), os.fdopen(answers))
+            _reply(function, folder / "arguments.json", os.fdopen(replies, "w"))
+        case "serve", [requests, replies]:
+            serve(folder / "solution.py", os.fdopen(requests), os.fdopen(replies, "w"))
+        case "check" | "check_as_leetcode", [requests, replies, verdicts]:
+            solution = Solution(os.fdopen(requests, "w"), os.fdopen(replies))
             tests, as_leetcode = (folder / "tests.py").read_text(), order["program"] == "check_as_leetcode"
             check(tests, solution, os.fdopen(verdicts, "w"), as_leetcode=as_leetcode)
 
@@ -64,13 +64,13 @@ def _load_function(order: dict[str, Any]) -> Callable[..., Any]:
     return inspect.unwrap(getattr(function, "function", function))  # a `Tool` holds its function
 
 
-def _answer(function: Callable[..., Any], arguments: Path, answers: TextIO) -> None:
+def _reply(function: Callable[..., Any], arguments: Path, replies: TextIO) -> None:
     from rollouts.chat.plain_data import plain  # the function's module has imported it, as it has `sandboxed`
 
     try:
-        send(answers, {"value": plain(function(**json.loads(arguments.read_text())))})
+        send(replies, {"value": plain(function(**json.loads(arguments.read_text())))})
     except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again by the caller
-        send(answers, {"error": [type(error).__name__, str(error)]})
+        send(replies, {"error": [type(error).__name__, str(error)]})
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

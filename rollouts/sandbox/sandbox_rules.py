@@ -90,7 +90,7 @@ _DENIED: dict[str, _Call] = {
 _MISSING: list[_Call] = [(435, 435), (437, 437)]
 """`clone3` and `openat2`, whose flags are in memory, which a filter cannot read; libc and Python do without."""
 _FIRST_UNKNOWN = 463
-"""Later calls are as if this kernel had none of them: nobody has read yet what they can do."""
+"""Calls from here on are refused as unknown: what they can do was not examined."""
 _ALL_BITS, _CLONE_THREAD, _O_ACCMODE, _O_TRUNC, _AF_UNIX = 0xFFFFFFFF, 0x10000, 3, 0x200, 1
 # Before Linux 6.2 Landlock lets a file be truncated that is opened for reading, and mode 3 passes it always.
 _OPEN_MODES = _O_ACCMODE | _O_TRUNC, [0, 1, 2, 1 | _O_TRUNC, 2 | _O_TRUNC]

@@ -25,7 +25,7 @@ from typing import Any
 
 from infra.user_code import path_of
 from rollouts.chat.tools import ToolUnavailable, tool
-from rollouts.sandbox.crossing_exceptions import exception_of
+from rollouts.sandbox.code_tests.crossing_exceptions import exception_of
 from rollouts.sandbox.sandbox import SandboxedProcess, own_folder, require_sandbox, run_script, write_text
 from settings.errors import InvalidInput
 from settings.redaction import read_json
@@ -86,7 +86,7 @@ def _call(function: str, arguments: dict[str, Any], *, seconds: float, memory_gb
     with own_folder("tool") as folder:
         (folder / "work").mkdir()
         write_text(folder / "work" / "arguments.json", text)
-        with (folder / "answer").open("w+b") as written, (folder / "errors").open("w+b") as errors:
+        with (folder / "reply").open("w+b") as written, (folder / "errors").open("w+b") as errors:
             process = SandboxedProcess(
                 "function",
                 folder / "work",
@@ -98,7 +98,7 @@ def _call(function: str, arguments: dict[str, Any], *, seconds: float, memory_gb
             )
             status = process.wait(deadline)
         has_started = process.missing() is not None
-        line = (folder / "answer").read_bytes()
+        line = (folder / "reply").read_bytes()
         last_error = (folder / "errors").read_text(errors="replace").rstrip().rpartition("\n")[2]
     if status is None and process.excess:
         raise RuntimeError(f"stopped: {process.excess}")
@@ -109,10 +109,10 @@ def _call(function: str, arguments: dict[str, Any], *, seconds: float, memory_gb
     if status or not line:
         raise RuntimeError(f"ended with status {status}: {last_error}")
     try:  # the function holds the file, and its arguments may have made it write there
-        answer = read_json(line)
+        reply = read_json(line)
     except ValueError:
-        answer = None
-    match answer:
+        reply = None
+    match reply:
         case {"value": value}:
             return value
         case {"error": [str(kind), str(text)]}:

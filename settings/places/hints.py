@@ -54,7 +54,7 @@ def _written(store: str) -> str:
 
 
 def _shown(file: Path) -> str:
-    there = shutil.which(file.name)
-    if there is not None and os.path.realpath(there) == os.path.realpath(file):
+    on_path = shutil.which(file.name)
+    if on_path is not None and os.path.realpath(on_path) == os.path.realpath(file):
         return file.name
     return shlex.quote(os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file))

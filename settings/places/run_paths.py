@@ -46,24 +46,24 @@ def recorded_paths(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def local_paths(document: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, Any]:
     """A recorded document with absolute paths: each in the first of `folders` where it is, else in the very first."""
 
-    def found(absolute: Any, value: str) -> str:
+    def local(absolute: Any, value: str) -> str:
         places = [absolute(value, folder) for folder in folders]
         return next((place for place in places if place != value and is_there(place)), places[0])
 
-    return _changed(document, found)
+    return _changed(document, local)
 
 
-def moved_paths(recorded: Mapping[str, Any], here: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """`here`, which `local_paths` made of `recorded`, with a path of `wanted` where that is the recorded one, moved.
+def moved_paths(recorded: Mapping[str, Any], here: dict[str, Any], requested: Mapping[str, Any]) -> dict[str, Any]:
+    """`here`, which `local_paths` made of `recorded`, with the paths of `requested` for files that were moved.
 
-    It is if nothing is left at the old place, and the new one ends like the recorded relative path.
+    A file was moved if nothing is left at its old place, and the new path ends like the recorded relative one.
     """
     for key in PATHS:
-        old, there, new = (_value(document, key) for document in (recorded, here, wanted))
-        if not (isinstance(old, str) and isinstance(there, str) and isinstance(new, str)) or os.path.isabs(old):
+        old, local, new = (_value(document, key) for document in (recorded, here, requested))
+        if not (isinstance(old, str) and isinstance(local, str) and isinstance(new, str)) or os.path.isabs(old):
             continue
         tail = [part for part in Path(old).parts if part != os.pardir]
-        if there != new and not is_there(there) and os.path.isabs(new) and list(Path(new).parts[-len(tail) :]) == tail:
+        if local != new and not is_there(local) and os.path.isabs(new) and list(Path(new).parts[-len(tail) :]) == tail:
             here = _with(here, key, new)
     return here
 

@@ -36,7 +36,7 @@ NOTHING = "nothing"
 BY_MOMENT = frozenset({"timeout", "engine_error", "tool_error", "cancelled"})
 """Failing statuses that the policy's tokens do not explain."""
 _MOST_PARTS = 16
-"""Of a batch: more would be forward passes of too few tokens."""
+"""Largest number of parts of a batch: more would be forward passes of too few tokens."""
 _ROUNDING = 1e-9  # (1 + 0.16) · 50 is 57.99999999999999
 
 
@@ -70,12 +70,12 @@ def sampling_version(place: int, config: RunConfig) -> int:
 
 
 def oldest_needed(config: RunConfig) -> int:
-    """So many of the newest policies may be needed again by a run in a fixed schedule."""
+    """How many of the newest policies a run in a fixed schedule may need again."""
     return math.ceil((1 + config.max_staleness) * config.train.steps_per_update)
 
 
 def is_fixed(config: RunConfig) -> bool:
-    """Whether neither the policy that samples a group nor the step that trains it depends on the moment."""
+    """True if neither the policy that samples a group nor the step that trains it depends on the moment."""
     synchronous = not config.max_staleness and config.train.steps_per_update == 1
     return synchronous or config.rollout.schedule == "fixed"
 
@@ -94,7 +94,7 @@ def num_needed(state: RunState, config: RunConfig) -> int:
 
 
 def has_sampled_all(version: int, state: RunState, config: RunConfig) -> bool:
-    """Whether the log holds all groups that may be sampled before there is a newer policy than `version`."""
+    """True if the log holds all groups that may be sampled before there is a newer policy than `version`."""
     return min(num_allowed(version, config), num_needed(state, config)) <= num_committed(state, config)
 
 
@@ -233,7 +233,7 @@ def waits_for_batch(config: RunConfig) -> str:
 
 
 def streams(config: RunConfig) -> bool:
-    """Whether gradients of finished groups are added up before the batch is there."""
+    """True if gradients of finished groups are added up before the batch is there."""
     return config.train.stream and not waits_for_batch(config)
 
 
@@ -256,7 +256,7 @@ def num_counted(state: RunState, config: RunConfig) -> int:
 
 
 def owed_by(state: RunState, claim: Claim, config: RunConfig) -> str:
-    """What a step with this claim owes to anything but the run file and the steps before; `nothing`, or a sentence."""
+    """Why a step with this claim does not follow from the run file and the steps before; `nothing` if it does."""
     if not is_fixed(config):
         if config.max_staleness:
             return f"max_staleness = {config.max_staleness:g}: which policy answers a prompt depends on the moment"
@@ -292,7 +292,7 @@ def follows_until(state: RunState) -> tuple[int, str]:
 
 
 def following(state: RunState, config: dict[str, Any]) -> str:
-    """Both as a sentence; empty before the first step."""
+    """What `follows_until` says, as a sentence; empty before the first step."""
     number, reason = follows_until(state)
     if not state.step:
         return ""

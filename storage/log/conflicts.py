@@ -67,9 +67,9 @@ def check_fits(state: RunState, body: Entry) -> None:
         case entries.Shard() if body.id in state.retired_shards:
             raise Conflict(f"shard {body.id} came so late that its file was removed; write it again under a new id")
         case entries.Shard(is_eval=False, groups=groups):
-            wanted = [group.position for group in groups if not group.retried]
-            again = [group.position for group in groups if group.retried]
-            if repeated := _repeated(wanted, state.positions) or _repeated(set(again), state.positions):
+            first_tries = [group.position for group in groups if not group.retried]
+            retried = [group.position for group in groups if group.retried]
+            if repeated := _repeated(first_tries, state.positions) or _repeated(set(retried), state.positions):
                 raise Conflict(f"shard {body.id}: prompt positions {repeated} are already committed")
             if repeated := _repeated([group.id for group in groups], state.groups):
                 raise Conflict(

@@ -60,7 +60,7 @@ class Shard:
     id: str
     """Unique in the run; the file is `shards/<id>.arrow`."""
     sha256: str
-    """Of the file's bytes."""
+    """Digest of the file's bytes."""
     num_rows: int
     num_tokens: int
     """Sampled tokens, those with loss mask 1; a row is a training sequence."""
@@ -310,7 +310,7 @@ class Session:
     tasks: TaskSet | None = field(default=None, metadata=LATER)
     """What its prompts are of; None in logs from before this was recorded."""
     held_out: dict[str, TaskSet] = field(default_factory=dict, metadata=LATER)
-    """By split, what its evaluations are of."""
+    """Split → the tasks of its evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,7 +348,7 @@ class Pause:
     """No attempt and no step begins from here on. What runs is finished and committed."""
 
     reason: str
-    """Who paused the run, for people; not empty."""
+    """What paused the run, in words; not empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

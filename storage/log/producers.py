@@ -1,4 +1,4 @@
-"""Who produces for a run, and signs of life of those that its driver has not started.
+"""The producers of a run, and signs of life of those that its driver has not started.
 
 In: a run's log, and the observer's own clock. Out: entries in it, a small file per worker beside it, and the names of
 workers that have been silent for too long.
@@ -6,9 +6,9 @@ workers that have been silent for too long.
     Presence.join ─▶ give_sign, give_sign, …  ─▶ Presence.leave      by the worker
                         └── Lookout.silent ───▶ withdraw             by another that needs its prompts
 
-The log says who takes part, but not who is alive. So each worker writes its file again and again, and an observer
-looks whether it changes, on its own monotonic clock alone. A live worker that is taken for dead does no harm: see
-`conflicts`.
+The log says which workers take part, but not which are alive. So each worker writes its file again and again, and an
+observer looks whether it changes, on its own monotonic clock alone. A live worker that is taken for dead does no harm:
+see `conflicts`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Presence:
         withdraw(self._log, self.holder, reason="left")
 
     async def _give_signs(self) -> None:
-        """In the worker's own event loop: if it hangs, the signs end."""
+        """Run in the worker's own event loop: if it hangs, the signs end."""
         while True:
             await asyncio.sleep(self._lease_timeout / SIGNS)
             try:

@@ -21,19 +21,7 @@ GAP = "trainer–engine gap:"
 
 
 _LARGEST_GAP = 1.0
-"""For a run from before there was a setting, in nats per token."""
-
-
-def failure_of(evaluation: Evaluation) -> str:
-    """A sentence if every attempt of an evaluation failed, otherwise ""."""
-    if not evaluation.failed:
-        return ""
-    counts = ", ".join(f"{status} {count}" for status, count in evaluation.failures.items())
-    sentence = (
-        f"the evaluation of policy {evaluation.version} on split {evaluation.split!r} failed: all "
-        f"{evaluation.num_failed} attempts did ({counts}), so its score of 0 says nothing about the policy"
-    )
-    return f"{sentence}; one error: {evaluation.last_error}" if evaluation.last_error else sentence
+"""The bound of a run that was recorded before the setting existed, in nats per token."""
 
 
 def gap_of(config: dict[str, Any]) -> float:

@@ -125,8 +125,8 @@ def plan_replay(state: RunState, *, run: str, first: int, last: int, rewards: st
     if not state.step:
         raise CannotReplay(f"run {run!r} has no steps yet, so there is nothing to replay")
     if not 1 <= first <= last <= state.step:
-        asked = f"step {first}" if first == last else f"steps {first} to {last}"
-        raise CannotReplay(f"run {run!r} has no {asked}; it has steps 1 to {state.step}")
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        raise CannotReplay(f"run {run!r} has no {steps}; it has steps 1 to {state.step}")
     if rewards and rewards not in state.rescored:
         names = ", ".join(state.rescored) or "none"
         raise CannotReplay(

@@ -13,12 +13,11 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from settings.errors import UserError
 from storage.log import entries as records
-from storage.log.columns import Columns, columns_of
-from storage.log.entries import OUTCOMES, Entry, LogEntry
+from storage.log.entries import OUTCOMES, Entry, LogEntry, claimed_groups
 from storage.log.history import History, Positions, RecordList, RecordMap
 
 
@@ -30,6 +29,70 @@ class LogDamaged(UserError):
     """An entry cannot be read, or contradicts the ones before; the message names it."""
 
 
+class Columns(NamedTuple):
+    """What the fold needs of one entry; a segment stores it beside the entry's JSON. None if its kind has none.
+
+    Frequent kinds are folded from their columns alone, so opening a long run decodes none of them. For all other kinds
+    the fold reads the record: a new kind needs nothing here.
+    """
+
+    kind: str
+    key: str
+    """What the fold looks the entry up by, in text."""
+    written_at: float
+    num_rows: int | None = None
+    """Rows of a training shard; None for the shard of an evaluation."""
+    group_ids: list[str] | None = None
+    """Groups of a training shard, or of a step's claim."""
+    positions: list[int] | None = None
+    """Places in the prompt order, of a training shard's groups or of a lease."""
+    retried: list[bool] | None = None
+    """True if the prompt of each group of a training shard runs again."""
+    outcomes: list[int] | None = None
+    """What became of each group of a claim, as an index into `OUTCOMES`."""
+
+
+def columns_of(entry: LogEntry) -> Columns:
+    """The columns of an entry."""
+    kind, written_at = entry.kind, entry.written_at
+    match entry.body:
+        case records.Shard(is_eval=False) as shard:
+            return Columns(
+                kind,
+                shard.id,
+                written_at,
+                num_rows=shard.num_rows,
+                group_ids=[group.id for group in shard.groups],
+                positions=[group.position for group in shard.groups],
+                retried=[group.retried for group in shard.groups],
+            )
+        case records.Step() as step:
+            claimed = claimed_groups(step)
+            return Columns(
+                kind,
+                str(step.policy.version),
+                written_at,
+                group_ids=[group.group_id for _, group in claimed],
+                outcomes=[OUTCOMES.index(outcome) for outcome, _ in claimed],
+            )
+        case records.Lease(holder=holder, positions=positions):
+            return Columns(kind, holder, written_at, positions=positions)
+        case records.Policy(version=version) | records.Registration(version=version):
+            return Columns(kind, str(version), written_at)
+        case (
+            records.Session(id=key)
+            | records.Shard(id=key)
+            | records.Alias(name=key)
+            | records.Rescore(name=key)
+            | records.Join(holder=key)
+        ):
+            return Columns(kind, key, written_at)
+        case records.Release(holder=key) | records.Evaluation(shard_id=key) | records.Quarantine(shard_id=key):
+            return Columns(kind, key, written_at)
+        case _:
+            return Columns(kind, "", written_at)
+
+
 @dataclass
 class RunState:
     """The fold of a log. `apply` and `add` build it; everything else reads it."""
@@ -39,10 +102,13 @@ class RunState:
     entries: int = 0
     """Entries folded so far; the next entry's number."""
     started_at: float = 0.0
-    """Unix seconds of the first entry; below, of the newest entry, and of the newest session's."""
+    """Unix seconds of the first entry."""
     last_at: float = 0.0
+    """Unix seconds of the newest entry."""
     worked_until: float = 0.0
+    """Unix seconds of the newest entry of training."""
     session_started_at: float = 0.0
+    """Unix seconds of the newest session's start."""
     earlier_seconds: float = 0.0
     """Wall-clock of the sessions before the newest, each from its start to its last entry."""
     sessions: list[records.Session] = field(default_factory=list)
@@ -158,12 +224,12 @@ class RunState:
     def task_set(self, split: str = "train") -> records.TaskSet | None:
         """The tasks of a split since the newest session that says it, or else the newest evaluation."""
         for session in reversed(self.sessions):
-            if found := session.tasks if split == "train" else session.held_out.get(split):
-                return found
+            if tasks := session.tasks if split == "train" else session.held_out.get(split):
+                return tasks
         return next((each.tasks for each in reversed(self.evaluations) if each.split == split and each.tasks), None)
 
     def evaluations_of(self, split: str) -> list[records.Evaluation]:
-        """Those of a split that asked the tasks it has now; of older ones nobody knows what they asked."""
+        """Evaluations of a split on the tasks that it has now, and older ones, whose tasks were not recorded."""
         now = self.task_set(split)
         of_split = [each for each in self.evaluations if each.split == split]
         return [each for each in of_split if not (now and each.tasks) or each.tasks.sha256 == now.sha256]

@@ -23,9 +23,9 @@ from settings.places.hints import command
 from settings.places.run_paths import absolute_paths, local_paths, moved_paths, recorded_paths
 from settings.places.state_folder import home
 from settings.redaction import read_json, without_secrets
-from storage.log.entries import Evaluation, Outcome, Policy
+from storage.log.entries import Outcome, Policy
 from storage.log.run_log import RunLog
-from storage.log.run_state import LogDamaged, RunState
+from storage.log.run_state import LogDamaged
 from storage.objects.digests import sha256_of, sha256_of_json
 from storage.objects.object_store import LocalStore, ObjectStore
 from storage.objects.opening import probe
@@ -45,8 +45,8 @@ MAY_DIFFER = frozenset(
         "retention",
     }
 )
-"""Keys that say where a run computes and what it keeps, and one that runs of before it may set to what they did. The
-recorded values are for its replays; a resumed run may use others."""
+"""Keys that a resumed run may change: where it computes, what it keeps, and `on_out_of_room`, so that a run from before
+that key can keep its behaviour. Replays use the recorded values."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TABLES = ("evaluation", "rollout", "engine", "train")
@@ -71,7 +71,7 @@ class RunBusy(UserError):
             f"`{command('stop', log.run_id, store=log.store.uri)}`, or use another `run` id"
         )
         self.pid = int(process) if process.isdecimal() else None
-        """Of that process; None in the moment before it has written it."""
+        """Id of the process that trains; None until it has written it."""
 
 
 def create_run(
@@ -117,9 +117,9 @@ def continues(log: RunLog, config: dict[str, Any], *, defaults: dict[str, Any] |
 
     Raises `RunExists` if it has another one and steps.
     """
-    recorded, wanted = run_config(log), absolute_paths(_frozen(config), Path.cwd())
-    here = moved_paths(recorded, local_config(log), wanted)
-    differences = _differences(_filled_in(here, _frozen(defaults or {})), wanted)
+    recorded, requested = run_config(log), absolute_paths(_frozen(config), Path.cwd())
+    local = moved_paths(recorded, local_config(log), requested)
+    differences = _differences(_filled_in(local, _frozen(defaults or {})), requested)
     if differences and log.state.step:
         raise RunExists(
             f"run {log.run_id!r} in {log.store.uri} was started with another configuration; these keys differ: "
@@ -184,8 +184,8 @@ class RunLogs:
             except NotFound:
                 damaged[name] = "it has no run.json: it is no run, or is being removed"
             except Exception as error:  # noqa: BLE001 - whatever one run has come to, the others are served
-                known = isinstance(error, UserError | OSError)
-                damaged[name] = without_secrets(str(error) if known else f"{type(error).__name__}: {error}")
+                has_own_sentence = isinstance(error, UserError | OSError)
+                damaged[name] = without_secrets(str(error) if has_own_sentence else f"{type(error).__name__}: {error}")
         return runs, damaged
 
     def open(self, name: str) -> RunLog:
@@ -213,12 +213,12 @@ def find_policy(log: RunLog, version: int | None) -> Policy:
     state = log.state
     if state.live is None:
         raise InvalidInput(f"run {log.run_id!r} has no policy yet; train it first")
-    wanted = state.newest_version if version is None else version
-    if wanted not in state.policies:
-        raise InvalidInput(f"run {log.run_id!r} has no policy version {wanted}; it has 0 to {state.newest_version}")
-    if wanted in state.retired_policies:
-        raise InvalidInput(f"policy version {wanted} of run {log.run_id!r} was retired: its weights are gone")
-    return state.policies[wanted]
+    number = state.newest_version if version is None else version
+    if number not in state.policies:
+        raise InvalidInput(f"run {log.run_id!r} has no policy version {number}; it has 0 to {state.newest_version}")
+    if number in state.retired_policies:
+        raise InvalidInput(f"policy version {number} of run {log.run_id!r} was retired: its weights are gone")
+    return state.policies[number]
 
 
 def run_config(log: RunLog) -> dict[str, Any]:
@@ -228,15 +228,15 @@ def run_config(log: RunLog) -> dict[str, Any]:
 
 
 def birth_id(log: RunLog) -> str:
-    """What no other run has, not even one of its name in its store, and what it keeps if the store is moved; empty in a
-    run from before this was recorded."""
+    """Unique id of a run: another run of its name has another one, and it stays if the store is moved. Empty in a run
+    from before it was recorded."""
     return str(_run_document(log).get("birth", ""))
 
 
 def local_config(log: RunLog) -> dict[str, Any]:
-    """The same with absolute paths: from the folder of the run file, or from where that is now, if it was moved or this
-    is another machine, under the current folder or the one with the store. A run of before the folder was recorded has
-    the last two."""
+    """The run's configuration with absolute paths, from the folder of the run file. If that was moved, or on another
+    machine, it is looked for below the current folder and beside the store. In a run from before the folder was
+    recorded, paths start from these two."""
     document, bases = _run_document(log), [Path.cwd()]
     if isinstance(log.store, LocalStore):
         bases += list(log.store.root.parents)[1:2]
@@ -263,54 +263,6 @@ def _parsed(document: bytes, *, source: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         problem = repr(error)
     raise LogDamaged(f"{source} cannot be read: {problem}; put it back from a copy of the store")
-
-
-def own_evaluations(state: RunState, settings: dict[str, Any]) -> list[Evaluation]:
-    """Evaluations on the run's own split and its present tasks, asked as the run asks them, in the log's order.
-
-    `settings` are the run's `evaluation`.
-    """
-    return [each for each in state.evaluations_of(settings.get("split", "test")) if is_asked_by(each, settings)]
-
-
-def own_scores(log: RunLog, config: dict[str, Any]) -> list[Evaluation]:
-    """`scores_of` the run's own split: what "before" and "after" mean of a run. `config` is its configuration, see
-    `run_config`."""
-    its = config.get("evaluation", {})
-    return scores_of(log.state, its, its.get("split", "test"))
-
-
-def scores_of(state: RunState, settings: dict[str, Any], split: str) -> list[Evaluation]:
-    """Evaluations of a split that have a score and can be compared, by policy version: those that were asked as the run
-    asks, or else as the newest. One that a user starts with fewer problems, say, is not among them.
-
-    `settings` are the run's `evaluation`.
-    """
-    scores = [each for each in state.evaluations_of(split) if not each.failed]
-    own = [each for each in scores if is_asked_by(each, settings)]
-    alike = own or [each for each in scores if _how_asked(each) == _how_asked(scores[-1])]
-    return sorted(alike, key=lambda evaluation: evaluation.version)
-
-
-def scores_by_split(state: RunState, settings: dict[str, Any]) -> dict[str, list[Evaluation]]:
-    """`scores_of` every split that has any."""
-    splits = sorted({each.split for each in state.evaluations if not each.failed})
-    return {split: scores for split in splits if (scores := scores_of(state, settings, split))}
-
-
-def is_asked_by(evaluation: Evaluation, settings: dict[str, Any]) -> bool:
-    """True for as many problems, attempts and the temperature as these settings ask, as far as the log says."""
-    most = settings.get("num_tasks", evaluation.num_tasks)
-    num_tasks = evaluation.num_tasks if evaluation.tasks is None else evaluation.tasks.count
-    return (
-        evaluation.num_tasks == min(most, num_tasks)
-        and evaluation.n_samples in (0, settings.get("n_samples", evaluation.n_samples))
-        and evaluation.temperature in (None, settings.get("temperature", evaluation.temperature))
-    )
-
-
-def _how_asked(evaluation: Evaluation) -> tuple[int, int, float | None]:
-    return evaluation.num_tasks, evaluation.n_samples, evaluation.temperature
 
 
 @contextlib.contextmanager

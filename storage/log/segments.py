@@ -20,10 +20,9 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from storage.log.columns import Columns, columns_of
 from storage.log.entries import LogEntry
 from storage.log.history import RecordList, decode_entry
-from storage.log.run_state import LogDamaged
+from storage.log.run_state import Columns, LogDamaged, columns_of
 from storage.objects.tables import ipc_bytes
 
 _DIGEST = hashlib.sha256().digest_size
@@ -36,7 +35,7 @@ _FEW = 500
 
 _SEGMENTS_UNPACKED = 2
 _ENTRIES_UNPACKED = 200
-"""So much of an archive is held as JSON, and as records, once it has been asked for."""
+"""Segments that are held as JSON, and entries that are held as records, after they were read."""
 
 _SCHEMA = pa.schema(
     [

@@ -42,21 +42,21 @@ def fetch_from_hub(name: str, kind: Kind, *, patterns: Sequence[str]) -> Path:
 def _hub_errors(name: str, kind: Kind) -> Iterator[None]:
     from huggingface_hub import constants, errors
 
-    what = f"{kind} = {name!r}"
+    label = f"{kind} = {name!r}"
     try:
         yield
     except errors.GatedRepoError as error:
         fix = f"accept them at {constants.ENDPOINT}, and set HF_TOKEN"
-        raise NotFound(f"{what}: the hub shows it only to those who have accepted its terms; {fix}") from error
+        raise NotFound(f"{label}: the hub shows it only to those who have accepted its terms; {fix}") from error
     except errors.RepositoryNotFoundError as error:
         raise NotFound(
-            f"{what}: the hub has no such {kind}, or it is private; check the id, use a folder, or set HF_TOKEN"
+            f"{label}: the hub has no such {kind}, or it is private; check the id, use a folder, or set HF_TOKEN"
         ) from error
     except errors.HFValidationError as error:
-        raise InvalidInput(f"{what}: no such file or folder, and not a Hugging Face id: {error}") from error
+        raise InvalidInput(f"{label}: no such file or folder, and not a Hugging Face id: {error}") from error
     except errors.OfflineModeIsEnabled as error:
         raise InvalidInput(
-            f"{what}: it is not on this machine, and HF_HUB_OFFLINE forbids to fetch it; unset that, or use a folder"
+            f"{label}: it is not on this machine, and HF_HUB_OFFLINE forbids to fetch it; unset that, or use a folder"
         ) from error
     except Exception as error:  # the library lets through what its HTTP client raises, of several kinds
         is_of_the_network = isinstance(error, OSError | errors.HTTPError) or "http" in type(error).__module__
@@ -64,6 +64,6 @@ def _hub_errors(name: str, kind: Kind) -> Iterator[None]:
             raise
         reason = str(error).partition("\n")[0].removeprefix("Got: ")
         raise InvalidInput(
-            f"{what}: it is not on this machine, and the hub at {constants.ENDPOINT} does not answer ({reason}); check "
-            "the network, or use a folder"
+            f"{label}: it is not on this machine, and the hub at {constants.ENDPOINT} does not answer ({reason}); "
+            "check the network, or use a folder"
         ) from error

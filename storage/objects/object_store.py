@@ -95,7 +95,7 @@ class ObjectStore(Protocol):
     def put_folder(self, folder: Path, prefix: str, *, last: str, given: bool = False) -> None:
         """Copy the files of a local folder. `last` is copied last, so that its presence means that all are there.
 
-        If they are `given` away, nobody writes to them any more, and a store on their disk takes them as they are.
+        If they are `given`, they never change again, and a store on their disk links them instead of copying.
         """
 
     def fetch_folder(self, prefix: str, cache: Path) -> Path:

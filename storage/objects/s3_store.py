@@ -83,8 +83,8 @@ class S3Store:
         self.uri = uri.rstrip("/")
         self._prefix = self.uri.removeprefix("s3://")
         self._bucket = self._prefix.partition("/")[0]
-        ours = {"AWS_RETRY_MODE": ("mode", "standard"), "AWS_MAX_ATTEMPTS": ("total_max_attempts", ATTEMPTS)}
-        retries = dict(setting for variable, setting in ours.items() if variable not in os.environ)
+        defaults = {"AWS_RETRY_MODE": ("mode", "standard"), "AWS_MAX_ATTEMPTS": ("total_max_attempts", ATTEMPTS)}
+        retries = dict(setting for variable, setting in defaults.items() if variable not in os.environ)
         self._fs = s3fs.S3FileSystem(
             use_listings_cache=False,
             skip_instance_cache=True,

@@ -30,19 +30,37 @@ def staging_folder(cache: Path, num_bytes: int = 0) -> Iterator[Path]:
     with room_for(num_bytes, parent, reserve=reserved_bytes(), what=f"the cache folder {cache}", remedy=remedy):
         parent.mkdir(parents=True, exist_ok=True)
         for other in parent.iterdir():
-            with contextlib.suppress(OSError), _locked(other):
+            with contextlib.suppress(OSError), locked_folder(other, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 if time.time() - other.stat().st_mtime > _NEW_SECONDS:
                     shutil.rmtree(other)
-        with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as name, _locked(Path(name)):
+        with (
+            tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as name,
+            locked_folder(Path(name), fcntl.LOCK_EX | fcntl.LOCK_NB),
+        ):
             yield Path(name)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder. Raises `OSError` if another process does."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def lock_folder(folder: Path, kind: int) -> int:
+    """Lock a folder until the returned descriptor is closed.
+
+    Raises `OSError` if the folder does not exist, or if `kind` does not wait and another process has the lock. On a
+    file system without locks only a `kind` that does not wait fails, so nothing is removed there.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind)
+    except OSError:
+        if kind & fcntl.LOCK_NB:
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path, kind: int) -> Iterator[None]:
+    """Hold a folder inside this context; see `lock_folder`."""
+    descriptor = lock_folder(folder, kind)
+    try:
         yield
     finally:
         os.close(descriptor)

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from storage.objects.splitmix import splitmix64
+
 ROW = 1024
 """Words that are summed together."""
 _ROWS_AT_ONCE = {"cpu": 31, "cuda": 8192}
@@ -43,17 +45,14 @@ def tensor_digests(tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 
 def is_zero(digest: str) -> bool:
-    """Whether every bit of the tensor is 0."""
+    """True if every bit of the tensor is 0."""
     return digest.endswith(" " + 32 * "0")
 
 
 def keys(level: int) -> np.ndarray:
-    """Odd keys of a level, `[2, ROW]`: numbers of splitmix64 (Steele et al. 2014), which every machine makes alike."""
-    with np.errstate(over="ignore"):
-        z = np.arange(1 + 2 * ROW * level, 1 + 2 * ROW * (level + 1), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64).reshape(2, ROW)
+    """Odd keys of a level, int64, shape [2, ROW]."""
+    bits: np.ndarray = splitmix64(0, np.arange(2 * ROW * level, 2 * ROW * (level + 1), dtype=np.uint64)) | 1
+    return bits.view(np.int64).reshape(2, ROW)
 
 
 @functools.cache

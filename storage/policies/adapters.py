@@ -62,9 +62,9 @@ def merged_weights(base: Path, adapter: Path) -> Iterator[tuple[str, Any]]:
     for file in sorted(base.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - the file is no mapping
-                weight, its = weights.get_tensor(name), name.removesuffix(".weight")
-                layer = its if its in left else by_layer.get(its[its.find("layers.") :], "")
-                if name != its and layer in left:
+                weight, layer_name = weights.get_tensor(name), name.removesuffix(".weight")
+                layer = layer_name if layer_name in left else by_layer.get(layer_name[layer_name.find("layers.") :], "")
+                if name != layer_name and layer in left:
                     a, b = left.pop(layer)
                     weight = weight.float() + b.float() @ a.float() * (config["lora_alpha"] / config["r"])
                 yield name, weight

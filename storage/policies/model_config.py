@@ -20,7 +20,7 @@ def model_config(model: Path) -> dict[str, Any]:
 
 
 def text_part(about: dict[str, Any]) -> dict[str, Any]:
-    """Of a `config.json`, the language part."""
+    """The language part of a `config.json`."""
     return about.get("text_config") or about
 
 

@@ -20,7 +20,6 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 from storage.log.entries import Policy
@@ -36,7 +35,7 @@ from storage.objects.digests import (
     verify_folder,
 )
 from storage.objects.object_store import LocalStore, linked, reserved_bytes, room_for
-from storage.objects.staging import staging_folder
+from storage.objects.staging import lock_folder, locked_folder, staging_folder
 from storage.policies.deltas import apply_delta, read_about, write_delta
 
 logger = logging.getLogger("millrace.policies")
@@ -218,12 +217,12 @@ class PolicyReader:
         target = self._cache / "whole" / sha256_of(self._log.store.uri.encode())[:16] / policy.path
         if not self._hold(target, policy):
             target.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(target.parent, fcntl.LOCK_EX):  # one process at a time makes folders and removes them
+            with locked_folder(target.parent, fcntl.LOCK_EX):  # one process at a time makes folders and removes them
                 if not self._hold(target, policy):
                     if target.exists():
                         _remove(target)
                     self._make(policy, delta_folder, target)
-                    self._keep(target, _lock(target, fcntl.LOCK_SH))
+                    self._keep(target, lock_folder(target, fcntl.LOCK_SH))
                 self._prune(target.parent)
         return target
 
@@ -259,7 +258,7 @@ class PolicyReader:
         """Lock a folder against removal; False if it does not exist or has other weights than the policy."""
         lock = self._held.pop(folder, -1)
         try:
-            lock = _lock(folder, fcntl.LOCK_SH) if lock < 0 else lock
+            lock = lock_folder(folder, fcntl.LOCK_SH) if lock < 0 else lock
             # If it was removed before it was locked, another folder has its name.
             if os.path.samestat(os.fstat(lock), os.stat(folder)) and verify_folder(folder) == policy.weights_sha256:
                 self._keep(folder, lock)
@@ -278,33 +277,8 @@ class PolicyReader:
     def _prune(self, folder: Path) -> None:
         """Remove the folders that no process has locked."""
         for old in (path for path in folder.iterdir() if path not in self._held):
-            with contextlib.suppress(OSError), _locked(old, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            with contextlib.suppress(OSError), locked_folder(old, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 _remove(old)
-
-
-def _lock(folder: Path, kind: int) -> int:
-    """Lock a folder until the returned descriptor is closed.
-
-    Raises `OSError` if the folder does not exist, or if `kind` does not wait and another process has the lock. On a
-    file system without locks only a `kind` that does not wait fails, so nothing is removed there.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, kind)
-    except OSError:
-        if kind & fcntl.LOCK_NB:
-            os.close(descriptor)
-            raise
-    return descriptor
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, kind: int) -> Iterator[None]:
-    lock = _lock(folder, kind)
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def _remove(folder: Path) -> None:

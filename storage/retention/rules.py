@@ -21,7 +21,7 @@ from settings.errors import InvalidInput
 from storage.log.entries import Evaluation, Policy, Shard, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
-from storage.log.runs import scores_by_split
+from storage.log.scores import scores_by_split
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ from storage.shards.schema import (
 )
 
 COMPRESSION = "lz4"
-"""Of the buffers in the file; measured in docs/shard_format.md. A reader accepts any."""
+"""Compression of the buffers in the file; measured in docs/shard_format.md. A reader accepts any."""
 _FLUSH_EARLIER = "flush shards earlier: lower `shard_bytes` in the run file's [rollout]"
 
 
@@ -141,8 +141,8 @@ def open_shard(
     try:
         schema = pa.ipc.open_file(pa.py_buffer(data)).schema
         check_schema(schema, name=name)
-        wanted = schema.names if columns is None else [n for n in schema.names if n in {*columns, *beside}]
-        options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(column) for column in wanted])
+        names = schema.names if columns is None else [n for n in schema.names if n in {*columns, *beside}]
+        options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(column) for column in names])
         return pa.ipc.open_file(pa.py_buffer(data), options=options).read_all()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise BadShard(f"shard {name}: not an Arrow IPC file, or cut off ({error})") from error
@@ -195,11 +195,11 @@ def _answers(rows: Sequence[_Row]) -> list[list[str | None]]:
 
 def _requests(rows: Sequence[_Row]) -> list[list[dict[str, Any]]]:
     """For each turn of a row what the agent asked for; empty for a row without stop strings and grammars."""
-    asked = [any(turn.stop or turn.stopped_by or turn.constraint for turn in row.turns) for row in rows]
+    has_request = [any(turn.stop or turn.stopped_by or turn.constraint for turn in row.turns) for row in rows]
     names = [field.name for field in REQUEST]
     return [
         [{name: getattr(turn, name) for name in names} for turn in row.turns] if has_any else []
-        for row, has_any in zip(rows, asked, strict=True)
+        for row, has_any in zip(rows, has_request, strict=True)
     ]
 
 

@@ -37,12 +37,12 @@ class FailedAttempt:
 
     @property
     def id(self) -> str:
-        """As `traj show` takes it."""
+        """The name that `traj show` takes."""
         return f"{self.group_id}/{self.attempt}"
 
 
 def failed_attempts(groups: Iterable[RolloutGroup]) -> list[FailedAttempt]:
-    """Those that failed by themselves; what was cancelled from outside has its reason in its group."""
+    """The attempts that failed by themselves; a cancelled one has its reason in its group."""
     return [
         FailedAttempt(group_id=group.id, attempt=one.attempt, status=one.status, error=one.error)
         for group in groups

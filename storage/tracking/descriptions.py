@@ -17,7 +17,7 @@ from settings.redaction import as_markdown, as_markdown_code
 from storage.log.entries import OUTCOMES, Session, Step
 from storage.log.promotion import CHAMPION
 from storage.log.run_log import RunLog
-from storage.log.runs import own_scores
+from storage.log.scores import own_scores
 from storage.shards.schema import SCHEMA
 
 ABOUT = (
@@ -25,10 +25,10 @@ ABOUT = (
     "MLflow misses while it is away is sent later. `train/…` are the metrics of a step, `eval/…` held-out scores; the "
     "datasets are the shards that each step was trained on."
 )
-"""Of the experiment."""
+"""Description of the experiment."""
 
 _TYPES = {"string": "string", "bool": "boolean", "float": "float", "double": "double", "int64": "long"}
-"""Of shards → of MLflow; others are integers, or lists, which its pages do not show."""
+"""Arrow type → MLflow's type; others are integers, or lists, which its pages do not show."""
 SHARD_SCHEMA = json.dumps(
     {
         "mlflow_colspec": [

@@ -21,9 +21,9 @@ class Follower(Protocol):
     """One run's log in one other place. It is made anew after an outage, so what it has sent is recorded there."""
 
     name: str
-    """Of the service, for sentences: MLflow at http://127.0.0.1:5000."""
+    """What messages call the service: MLflow at http://127.0.0.1:5000."""
     num_entries: int
-    """Of the log, those that the place has for sure."""
+    """How many entries of the log the place has for sure."""
 
     def sync(self) -> Sequence[Registration]:
         """Bring the place up to the log as it is folded now, and to the run's end (`storage.log.runs.outcome`).

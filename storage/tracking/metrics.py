@@ -15,7 +15,7 @@ from typing import Any
 
 from settings.errors import missing_package
 from storage.log.entries import Evaluation, LogEntry, Step
-from storage.log.runs import is_asked_by
+from storage.log.scores import is_asked_by
 from storage.objects.digests import sha256_of
 from storage.tracking.follower import FollowerUnavailable
 
@@ -88,7 +88,7 @@ def accepted_name(name: str) -> str:
 
 
 def is_refusal(error: Any) -> bool:
-    """Whether MLflow understood and will say the same next time; it is no outage, and no missing permission."""
+    """True if MLflow refused the request itself: no outage, no missing permission, and the same next time."""
     return 400 <= error.get_http_status_code() < 500 and error.get_http_status_code() not in (401, 403, 408, 429)
 
 
@@ -118,7 +118,7 @@ class SystemMetrics:
         return monitors
 
     def sample(self) -> dict[str, float]:
-        """By names such as `system/cpu_utilization_percentage`."""
+        """What the monitors measured, by names such as `system/cpu_utilization_percentage`."""
         values: dict[str, float] = {}
         for monitor in self._monitors:
             monitor.collect_metrics()

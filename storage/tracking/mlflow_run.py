@@ -60,8 +60,8 @@ def identity(log: RunLog) -> dict[str, str]:
 def find_run(client: Any, experiment_id: str, tags: dict[str, str]) -> Any:
     """The MLflow run of this `identity`, also if its store was elsewhere; None if there is none yet."""
     birth, store = tags.get("millrace.birth", ""), tags["millrace.store"]
-    wanted = {"millrace.birth": birth} if birth else tags
-    text = " and ".join(f"tags.`{key}` = '{value}'" for key, value in wanted.items())
+    searched = {"millrace.birth": birth} if birth else tags
+    text = " and ".join(f"tags.`{key}` = '{value}'" for key, value in searched.items())
     runs = [run for run in client.search_runs([experiment_id], filter_string=text) if _birth(run) == birth]
     if here := [run for run in runs if run.data.tags.get("millrace.store") == store]:
         return here[0]
@@ -95,7 +95,7 @@ def _birth(run: Any) -> str:
 
 
 def _is_still_in(store: str, run_id: str, birth: str) -> bool:
-    """Whether a store has the run with this birth id."""
+    """True if a store has the run with this birth id."""
     try:
         return birth_id(RunLog(open_store(store), run_id)) == birth
     except (UserError, OSError):

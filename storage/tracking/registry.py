@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from settings.block import leaves
 from settings.redaction import without_secrets
-from settings.run_file import leaves
 from settings.tracking import TraceSettings
 from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step
 from storage.log.history import to_json
@@ -39,8 +39,8 @@ it keeps 16 kB of each, and its pages draw at most 2,500 points of a curve. The 
 _VERSIONS_AT_ONCE = 1000
 _MOST_METRICS = 1000  # MLflow takes no more in one call
 _LONGEST_PARAMETER = 6000  # characters
-_said: set[tuple[str, str]] = set()
-"""What this process has said of MLflow's refusals: the model's name, and what."""
+_reported: set[tuple[str, str]] = set()
+"""Refusals of MLflow's that this process has logged: the model's name, and what was refused."""
 ROLLOUT = "rollout"
 """Alias of the policy that the engines serve."""
 _STATUS = {"running": "RUNNING", "finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "vanished": "FAILED"}
@@ -124,7 +124,7 @@ class Registry:
         for block in _blocks(self._log.entries[cursor:]):
             self._send(block)
             self.num_entries = block[-1].number + 1
-        with self._sparing("aliases and description"):
+        with self._skipping_refusals("aliases and description"):
             model = self._client.get_registered_model(self.model_name)
             self._set_aliases(model.aliases)
             tags[NOTE] = self._describe(tags, model.description)
@@ -150,13 +150,14 @@ class Registry:
 
     def _send(self, block: Sequence[LogEntry]) -> None:
         """Send some entries, and the cursor last."""
-        with self._sparing("the shards that steps were trained on"):
+        with self._skipping_refusals("the shards that steps were trained on"):
             self._log_shards([entry.body for entry in block if isinstance(entry.body, Step)])
         for entry in block:
-            with self._sparing("a model version"):
+            with self._skipping_refusals("a model version"):
                 match entry.body:
                     case Session() as session:
-                        self._log_batch(_code_tags(session))
+                        code = {"code_version": session.code_version, "reward_sha256": session.reward_sha256}
+                        self._log_batch({f"millrace.{name}": value for name, value in code.items()})
                     case Policy(version=version):
                         self._register_if_due(version)
                     case Step(policy=policy):
@@ -171,7 +172,7 @@ class Registry:
                         pass
         for entry in block:
             if isinstance(entry.body, Evaluation | Step):
-                with self._sparing("an attempt as a trace"):
+                with self._skipping_refusals("an attempt as a trace"):
                     self._traces.send(
                         entry, experiment_id=self._experiment_id, run_id=self._run_id, find_model=self._versions.get
                     )
@@ -197,15 +198,15 @@ class Registry:
                 raise
             num_taken = 0
             for kind, item in items:
-                with self._sparing(f"{item.key!r}"):
+                with self._skipping_refusals(f"{item.key!r}"):
                     self._client.log_batch(self._run_id, **{kind: [item]})
                     num_taken += 1
             if not num_taken:  # it is the run that MLflow refuses, perhaps because a user has deleted it
                 raise
 
     @contextlib.contextmanager
-    def _sparing(self, what: str) -> Iterator[None]:
-        """What MLflow refuses for good costs itself alone, and one sentence; an outage rises."""
+    def _skipping_refusals(self, what: str) -> Iterator[None]:
+        """Go on without `what` if MLflow refuses it for good, and log that once; an outage rises."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -213,8 +214,8 @@ class Registry:
         except MlflowException as error:
             if not is_refusal(error):
                 raise
-            if (self.model_name, what) not in _said:
-                _said.add((self.model_name, what))
+            if (self.model_name, what) not in _reported:
+                _reported.add((self.model_name, what))
                 reason = without_secrets(str(error).splitlines()[0])
                 logger.warning("%s refuses %s, and goes without it: %s", self.name, what, reason)
 
@@ -251,10 +252,11 @@ class Registry:
     @functools.cached_property
     def _versions(self) -> dict[int, str]:
         """Policy version → MLflow's number, of all that are registered: what MLflow has, and then what is added."""
+        filter_string = f"name = '{self.model_name}' and run_id = '{self._run_id}'"
         versions: dict[int, str] = {}
         token = None
         while token != "":
-            page = self._client.search_model_versions(self._ours(), max_results=_VERSIONS_AT_ONCE, page_token=token)
+            page = self._client.search_model_versions(filter_string, max_results=_VERSIONS_AT_ONCE, page_token=token)
             versions |= {int(version.tags["millrace.version"]): str(version.version) for version in page}
             token = page.token or ""
         return versions
@@ -269,7 +271,7 @@ class Registry:
                 )
 
     def _set_aliases(self, existing: dict[str, str]) -> None:
-        """Make the model's aliases those of the log; one whose policy is not registered is not there."""
+        """Make the model's aliases those of the log, without those whose policy is not registered."""
         for name, alias in self._log.state.aliases.items():
             version = self._versions.get(alias.version)
             if version is not None and str(existing.get(name)) != version:
@@ -311,7 +313,7 @@ class Registry:
         ]
 
     def _register_if_due(self, version: int) -> None:
-        """Register a new policy if `tracking.register` says so of every one; others are when they are evaluated."""
+        """Register a new policy if `tracking.register` is "all" or its number is due; others wait for an evaluation."""
         session = self._log.state.session_of(version)
         rule = "all" if session is None else session.register
         if rule == "all" or (rule.isdecimal() and version % int(rule) == 0):
@@ -344,9 +346,6 @@ class Registry:
         if store.startswith("file:") and self._tracking_uri.startswith("http"):
             store = f"millrace://{self._log.run_id}"
         return f"{store}/{policy.path}"
-
-    def _ours(self) -> str:
-        return f"name = '{self.model_name}' and run_id = '{self._run_id}'"
 
 
 def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
@@ -383,11 +382,3 @@ def _metrics(entry: LogEntry, settings: dict[str, Any]) -> list[Any]:
 def dataset_digest(step: Step) -> str:
     """Digest of the groups and shard files that a step trained on (MLflow allows 36 characters)."""
     return sha256_of_json([step.shard_sha256, to_json(step.claim.trained)])[:32]
-
-
-def _code_tags(session: Session | None) -> dict[str, str]:
-    """Tags of a session's code, for the run and for the versions it made."""
-    return {
-        "millrace.code_version": session.code_version if session else "",
-        "millrace.reward_sha256": session.reward_sha256 if session else "",
-    }

@@ -21,7 +21,7 @@ class TrackedRun:
 
     name: str
     id: str
-    """From the birth id: a run that is removed and made anew is another one, and one that is moved is the same."""
+    """Made from the birth id: a run that is removed and made anew has another one, a run that is moved keeps it."""
     config: Mapping[str, Any]
 
 
@@ -30,9 +30,9 @@ class Row:
     """The metrics of one log entry."""
 
     number: int
-    """From 0, in the order of the log."""
+    """Counts from 0, in the order of the log."""
     step: int
-    """Of a training step its number, of an evaluation the policy version."""
+    """Number of a training step, or policy version of an evaluation."""
     at: float
     """Unix time of the entry."""
     metrics: Mapping[str, float]

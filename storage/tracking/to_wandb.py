@@ -18,7 +18,7 @@ from storage.tracking.rows import PROJECT, Row, TrackedRun
 _SECONDS_TO_START, _SECONDS_TO_END = 20.0, 120.0
 _EXIT_CODES = {"finished": 0, "stopped": 255}
 _MAGIC_BYTES, _HEADER, _BLOCK, _WHOLE, _LAST = 7, struct.Struct("<IHB"), 32768, 1, 4
-"""Of a `.wandb` file, which is a log in LevelDB's format: records are cut into pieces that do not cross blocks."""
+"""Layout of a `.wandb` file, a log in LevelDB's format: records are cut into pieces that do not cross blocks."""
 
 
 class WandbRun:
@@ -55,7 +55,7 @@ class WandbRun:
 
 
 def is_logged_in() -> bool:
-    """True if there is a key, or if none is needed; asks nobody."""
+    """True if there is a key, or if none is needed; sends no request."""
     offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     return offline or wandb.login(prompt=False, verify=False)
 

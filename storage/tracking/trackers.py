@@ -1,6 +1,6 @@
 """The other places that a run's metrics go to, beside MLflow: TensorBoard, Trackio and Weights & Biases.
 
-    log entry with metrics ─▶ row n ─▶ row n of the run over there
+    log entry with metrics ─▶ row n ─▶ row n of the same run there
 
 In: a run's log. Out: a row for each step and each evaluation, under MLflow's names. Rows are counted: those that a
 place has are not sent again. So a run that was killed, or could not reach the place, goes on where the place stands.
@@ -39,10 +39,10 @@ class Tracker:
         log, ended = self._log, outcome(self._log)
         entries = log.entries[self.num_entries :]
         settings = run_config(log).get("evaluation", {}) if entries else {}
-        found = [(entry, *charted(entry, settings)) for entry in entries]
+        charted_entries = [(entry, *charted(entry, settings)) for entry in entries]
         rows = [
             Row(number=self._num_rows + index, step=step, at=entry.written_at, metrics=metrics)
-            for index, (entry, step, metrics) in enumerate(each for each in found if each[2])
+            for index, (entry, step, metrics) in enumerate(each for each in charted_entries if each[2])
         ]
         try:
             if rows and self._place is None:

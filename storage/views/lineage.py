@@ -44,7 +44,7 @@ class ShardUse:
     id: str
     uri: str
     sha256: str
-    """As the step recorded it."""
+    """Digest that the step recorded."""
     rows: int
     """Training sequences in the file."""
     groups: int
@@ -74,7 +74,7 @@ class PolicyLineage:
     """The optimizer step that made it; None for the base model."""
     session_id: str
     code_version: str
-    """Of the session that made it."""
+    """Code of the session that made it."""
     reward_sha256: str
     """Digest of the reward code of that session; empty in runs from before this was recorded."""
     config: str
@@ -128,13 +128,13 @@ class GroupLineage:
     influenced: list[int]
     """That version and every one that descends from it."""
     live: int | None
-    """The newest version, if it is among them."""
+    """The newest version, if it is in `influenced`."""
     aliases: dict[str, int]
-    """Aliases that point at one of them."""
+    """Aliases that point at one of `influenced`."""
     registered: list[int]
-    """Those of them that are in the model registry."""
+    """Which of `influenced` are in the model registry."""
     retired: list[int]
-    """Those of them whose weights retention removed."""
+    """Which of `influenced` have no weights any more, because retention removed them."""
 
 
 def find_version(log: RunLog, name: str) -> int | None:
@@ -337,11 +337,11 @@ def _versions(rows: pa.Table) -> list[int]:
     return [int(version) for version in np.unique(flat(rows["weight_versions"])[flat(rows["loss_mask"])])]
 
 
-def _nearest(wanted: str, ids: Iterable[str]) -> str:
+def _nearest(trajectory_id: str, ids: Iterable[str]) -> str:
     """`; the nearest is …`, among neighbours and equal endings: a comparison with all ids would take long."""
     ordered = sorted(ids)
-    at = bisect_left(ordered, wanted)
-    ending = wanted.partition(".")[2]
+    at = bisect_left(ordered, trajectory_id)
+    ending = trajectory_id.partition(".")[2]
     near = ordered[max(0, at - 5) : at + 5] + [name for name in ordered if ending and name.endswith(ending)][:20]
-    match = difflib.get_close_matches(wanted, near, n=1, cutoff=0.0)
+    match = difflib.get_close_matches(trajectory_id, near, n=1, cutoff=0.0)
     return f"; the nearest is {match[0]!r}" if match else ""

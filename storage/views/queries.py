@@ -251,7 +251,7 @@ def _groups(state: RunState, shards: Sequence[Shard]) -> pa.Table:
 
 
 def _steps(entries: Sequence[LogEntry]) -> pa.Table:
-    """Metrics are columns, null in steps that lack them."""
+    """A row per step; every metric is a column, which is null in steps without it."""
     steps = [(entry.body, entry.written_at) for entry in entries if isinstance(entry.body, Step)]
     names = dict.fromkeys(name for step, _ in steps for name in step.metrics if name not in _STEPS_SCHEMA.names)
     schema = pa.schema([*_STEPS_SCHEMA, *(pa.field(name, pa.float64()) for name in names)])

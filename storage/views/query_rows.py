@@ -70,7 +70,7 @@ class ShardRows(_Rows):
         return rows
 
     def _batches(self, columns: list[str], mask: ds.Expression | None) -> Iterator[pa.RecordBatch]:
-        """In log order, while the next few files are read."""
+        """Yield batches of rows in log order, while the next few files are read."""
         self.failure = None
         # Arrow's own filter would follow offsets before they are checked.
         needed = columns if mask is None else list(dict.fromkeys([*columns, *_FLAT_COLUMNS]))

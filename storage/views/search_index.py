@@ -172,7 +172,7 @@ class SearchIndex:
         while True:
             with self._damage_named():
                 hits = search.limit(fetched).to_arrow().to_pylist()
-            kept = [hit for hit in hits if self._is_wanted(hit, filters)]
+            kept = [hit for hit in hits if self._passes(hit, filters)]
             if len(kept) >= count or len(hits) < fetched:
                 return self._read(table, kept[:count])
             fetched *= 8
@@ -306,8 +306,8 @@ class SearchIndex:
         search = table.search(vector, vector_column_name="vector").distance_type("dot")
         return search.select(["group_id", "shard_id", "_distance"])
 
-    def _is_wanted(self, hit: dict[str, Any], filters: Filters) -> bool:
-        """The filters that need the log."""
+    def _passes(self, hit: dict[str, Any], filters: Filters) -> bool:
+        """True if a hit passes the filters that need the log."""
         state, group_id, shard_id = self.log.state, hit["group_id"], hit["shard_id"]
         return (
             not (shard_id in state.quarantined or shard_id in state.retired_shards)

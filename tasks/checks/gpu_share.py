@@ -10,7 +10,7 @@ import math
 import os
 from typing import Literal
 
-from rollouts.engines.vllm_core import needs_gpu
+from rollouts.engines.vllm.core_start import needs_gpu
 from settings.errors import InvalidInput, counted
 from settings.run_file import RunConfig
 

@@ -30,7 +30,7 @@ import psutil
 from pydantic import ValidationError
 
 from infra.placement import GpuMemory, gpu_memory
-from rollouts.engines.vllm_core import cache_bytes
+from rollouts.engines.vllm.core_start import cache_bytes
 from settings.errors import InvalidInput, size
 from settings.run_file import RunConfig
 from storage.policies.model_config import num_positions, number_bytes, token_bytes

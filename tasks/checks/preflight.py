@@ -26,7 +26,7 @@ from infra.environment import nearest_existing, tracking_uri
 from infra.placement import check_shares, gpus_of, nodes_to_use
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_parser
-from rollouts.engines.vllm_core import is_cpu_build
+from rollouts.engines.vllm.core_start import is_cpu_build
 from rollouts.production.engine_choice import check_cpu_engine, check_engine_arguments
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from rollouts.engines.vllm_core import is_cpu_build
+from rollouts.engines.vllm.core_start import is_cpu_build
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
 from storage.log.claims import is_fixed

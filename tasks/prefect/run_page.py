@@ -34,7 +34,8 @@ from settings.redaction import as_markdown, as_markdown_code, without_secrets
 from storage.log.entries import Step
 from storage.log.promotion import CHAMPION
 from storage.log.run_log import RunLog
-from storage.log.runs import own_scores, run_config
+from storage.log.runs import run_config
+from storage.log.scores import own_scores
 
 logger = logging.getLogger("millrace.artifacts")
 

@@ -14,7 +14,8 @@ import pytest
 
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, WeightUpdate
-from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.engines.vllm.vllm_engine import VllmEngine
+from settings.engine import EngineSettings
 from storage.objects.digests import verify_folder
 from storage.policies.adapters import has_adapter
 from storage.records import Message, Sampling
@@ -24,6 +25,8 @@ TOLERANCE = 2e-3
 """Of a logprob, between vLLM and transformers in float32."""
 LONG = Sampling(max_tokens=200)
 MOMENT = Sampling(max_tokens=12)
+_STARTS_FAST: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, "block_size": 32}
+"""Arguments of vLLM for a tiny model."""
 
 
 class Bench:
@@ -41,7 +44,7 @@ class Bench:
     ) -> None:
         """With `adapters` version 0 is a base model and the two policies are adapters of it.
 
-        `arguments` for vLLM, beside those that make a tiny model start fast.
+        `arguments` go to vLLM, beside those with which a tiny model starts fast.
         """
         self.tokens = tokens = ChatTokens.load(base)
         self.base, self.scratch = base, scratch
@@ -52,13 +55,9 @@ class Bench:
             self.policies = [an_adapter(self.folders[0], scratch / f"adapter{seed}", seed=seed) for seed in (1, 2)]
         self.version = 0
         self.engine = VllmEngine(
-            max_model_len=256,
+            EngineSettings(max_model_len=256, guided_decoding=guided_decoding, vllm=_STARTS_FAST | arguments),
             seed=0,
-            update_mode="keep",
-            clear_cache_on_reload=True,
-            guided_decoding=guided_decoding,
             captures_routes=captures_routes,
-            arguments={"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, "block_size": 32, **arguments},
             **({"lora_rank": RANK, "base_folder": self.folders[0]} if adapters else {}),
         )
         self._names = (f"request{number}" for number in itertools.count())

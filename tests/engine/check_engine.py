@@ -1,6 +1,6 @@
 """Run by test_vllm.py in a process of its own: start vLLM once and check what only the real one can show.
 
-Faults at every step of an update are in `tests/unit/rollouts/engines/test_vllm_engine.py`.
+Faults at every step of an update are in `tests/unit/rollouts/engines/vllm/test_vllm_engine.py`.
 
 Replies are endless (see `policies.a_policy`), so a swap falls inside them for certain; a short request that ends says
 that every other one has come that far too, since all of them get one token in each of vLLM's steps.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollouts.engines.engine import EngineError
-from rollouts.engines.vllm_lora import check_applied
+from rollouts.engines.vllm.adapter_slot import check_applied
 from tests.engine.bench import Bench
 from tests.engine.check_engine import adapters_change_as_whole_weights_do
 

@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from rollouts.engines.engine import EngineError, Generation
-from rollouts.engines.vllm_engine import VllmEngine
-from rollouts.engines.vllm_worker import results
+from rollouts.engines.vllm.vllm_engine import VllmEngine
+from rollouts.engines.vllm.worker_extension import results
+from settings.engine import EngineSettings
 from storage.records import Sampling
 from tests.engine.bench import Bench
 from tests.engine.check_engine import (
@@ -63,7 +64,7 @@ async def a_killed_part_fails_everything_at_once(bench: Bench) -> None:
 
 async def parts_started_by_ray_are_refused(bench: Bench) -> None:
     arguments = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
-    engine = VllmEngine(max_model_len=256, seed=0, update_mode="keep", clear_cache_on_reload=True, arguments=arguments)
+    engine = VllmEngine(EngineSettings(max_model_len=256, vllm=arguments), seed=0)
     with pytest.raises(ValueError, match=r'distributed_executor_backend = "ray": .* leave it out'):
         await engine.start(bench.policies[0], 0)
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from rollouts.engines.batch_probe import check_batches
 from rollouts.engines.engine import Generation
-from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.engines.vllm.batch_probe import check_batches
+from rollouts.engines.vllm.vllm_engine import VllmEngine
+from settings.engine import EngineSettings
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_json
 from storage.records import Sampling
@@ -71,7 +72,7 @@ async def bits_belong_to_their_token(asked: Asked, folder: Path) -> str:
 async def the_probe_names_a_layer_of_an_engine_left_alone(base: Path) -> None:
     """On a machine whose products and attention are faithful by themselves this would have to be another check."""
     arguments = {"dtype": os.environ["DTYPE"], "enforce_eager": True, **LIMITS["wide"]}
-    engine = VllmEngine(max_model_len=256, seed=0, update_mode="keep", clear_cache_on_reload=True, arguments=arguments)
+    engine = VllmEngine(EngineSettings(max_model_len=256, vllm=arguments), seed=0)
     try:
         await engine.start(base, 0)
         with pytest.raises(
@@ -86,14 +87,8 @@ async def the_probe_names_a_layer_of_an_engine_left_alone(base: Path) -> None:
 async def check(base: Path, limits: str) -> None:
     if limits == "none":
         return await the_probe_names_a_layer_of_an_engine_left_alone(base)
-    engine = VllmEngine(
-        max_model_len=256,
-        seed=0,
-        update_mode="keep",
-        clear_cache_on_reload=True,
-        reproducible=True,
-        arguments={"dtype": os.environ["DTYPE"], **LIMITS[limits]},
-    )
+    settings = EngineSettings(max_model_len=256, vllm={"dtype": os.environ["DTYPE"], **LIMITS[limits]})
+    engine = VllmEngine(settings, seed=0, reproducible=True)
     try:
         await engine.start(base, 0)
         digest = await bits_belong_to_their_token(Asked(engine), base)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollouts.engines.vllm_repairs import CopiesAreLoads, rotate_by_heads
+from rollouts.engines.vllm.repairs import CopiesAreLoads, rotate_by_heads
 
 pytest.importorskip("vllm")
 

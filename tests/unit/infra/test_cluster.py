@@ -40,8 +40,8 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
             yield cluster
 
 
-async def _group(cluster: Cluster, num_ranks: int, name: str, **options: float) -> Hosted | HostedGroup:
-    group = await cluster.host_group(name, _COUNTING, num_ranks=num_ranks, **options)
+async def _group(cluster: Cluster, num_ranks: int, name: str) -> Hosted | HostedGroup:
+    group = await cluster.host_group(name, _COUNTING, num_ranks=num_ranks)
     await group.call("open", start=10)
     return group
 
@@ -98,9 +98,10 @@ async def test_an_error_of_all_ranks_is_raised_as_it_was_where_it_began_and_the_
     ],
 )
 async def test_ranks_that_wait_for_one_that_failed_or_was_killed_are_killed(
-    cluster: Cluster, call: str, rank: int, error: tuple[type[Exception], str]
+    cluster: Cluster, call: str, rank: int, error: tuple[type[Exception], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = await _group(cluster, 2, "stuck", lag_seconds=0.5)
+    monkeypatch.setattr("infra.cluster.LAG_SECONDS", 0.5)
+    group = await _group(cluster, 2, "stuck")
     processes = [psutil.Process(await member.call("process")) for member in group._ranks]
     with pytest.raises(error[0], match=error[1]):
         await group.call(call, rank)
@@ -177,11 +178,14 @@ async def test_the_process_of_a_function_ends_with_it(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("parts", ["an engine of two parts", "two ranks"])
 @pytest.mark.parametrize("end", ["close", "die", "kill"])
-async def test_devices_are_reserved_in_one_place_until_the_worker_ends(cluster: Cluster, parts: str, end: str) -> None:
+async def test_devices_are_reserved_in_one_place_until_the_worker_ends(
+    cluster: Cluster, parts: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.cluster.LAG_SECONDS", 0.5)
     before = _places()
     if parts == "two ranks":
         expected: Any = ("PACK", {0: {"CPU": 1.0}, 1: {"CPU": 1.0}})
-        worker = await _group(cluster, 2, f"placed-{end}", lag_seconds=0.5)
+        worker = await _group(cluster, 2, f"placed-{end}")
     else:
         expected = ("STRICT_PACK", {0: {"CPU": 2.0}})
         worker = await _engines(cluster).host(f"engine-{end}", _COUNTING)

@@ -30,7 +30,7 @@ import pytest
 import yaml
 
 from infra.environment import TELEMETRY_OFF
-from infra.ports import somebody_listens
+from infra.ports import server_listens
 from infra.services.services import GPU_QUEUE, GPU_RUNS, NOTIFY
 from tests.compose import COMPOSE, PROJECT, image_environment, interpolate
 
@@ -348,7 +348,7 @@ def test_a_container_joins_the_ray_cluster_it_is_given_as_a_node_that_offers_not
         with open(tmp_path / "head.log", "wb") as log:
             head = subprocess.Popen([*start, *small], env=environment, stdout=log, stderr=log)
         deadline = time.monotonic() + 60
-        while not somebody_listens(port):
+        while not server_listens(port):
             assert head.poll() is None and time.monotonic() < deadline, (tmp_path / "head.log").read_text()
             time.sleep(0.1)  # polling a port: nothing would wake us
         done = subprocess.run(

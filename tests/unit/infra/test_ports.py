@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from infra import ports
-from infra.ports import free_port, somebody_listens
+from infra.ports import free_port, server_listens
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +41,14 @@ def test_the_preferred_port_is_given_unless_a_server_listens_there_or_another_pr
     preferred: int,
 ) -> None:
     with socket.create_server(("127.0.0.1", preferred)):
-        assert free_port(preferred) != preferred and somebody_listens(preferred)
+        assert free_port(preferred) != preferred and server_listens(preferred)
     # As two services on one machine, each of which listens ten seconds later.
     code = f"from infra.ports import free_port; print(free_port({preferred}), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as other:
         assert other.stdin is not None and other.stdout is not None
         assert int(other.stdout.readline()) == preferred != free_port(preferred)
         other.stdin.close()
-    assert free_port(preferred) == preferred and not somebody_listens(preferred), "it has ended"
+    assert free_port(preferred) == preferred and not server_listens(preferred), "it has ended"
 
 
 def test_only_the_latest_ports_are_kept() -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from rollouts.engines.draws import DRAW, nth_seed, seed_of
-from rollouts.engines.vllm_worker import ReloadExtension
+from rollouts.engines.vllm.worker_extension import ReloadExtension
 
 
 def test_seeds_are_those_of_splitmix64_and_no_two_places_share_one():

@@ -36,8 +36,8 @@ from settings.evaluation import EvaluationSettings
 from storage.log.claims import next_claim
 from storage.log.entries import Evaluation
 from storage.log.history import from_json, to_json
-from storage.log.promotion import failure_of
 from storage.log.run_log import RunLog
+from storage.log.scores import failure_of
 from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.shards import commit_shard, read_shard
 from tests.builders import SAMPLING, a_config, a_group, a_log, a_policy_folder, a_trajectory, provenance

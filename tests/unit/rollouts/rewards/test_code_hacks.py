@@ -97,7 +97,7 @@ YES += "".join(
     for name in ["sub", "rsub", "abs", "float", "int", "index", "round", "hash", "len", "add"]
 )
 YES += "    def __iter__(self): return iter([])\n    def __getitem__(self, key): return self\n    def __instancecheck__(self, other): return True\n    def __str__(self): return 'a'\n"
-WIRE = "import sys\nwire = sys.modules['rollouts.sandbox.wire']\n"
+WIRE = "import sys\nwire = sys.modules['rollouts.sandbox.code_tests.wire']\n"
 FORGED = WIRE + ADD + "wire.Link._encode = lambda self, value, kept=None: {}\n"
 HACKS: list[tuple[str, str]] = [
     # names that the tests use

@@ -199,8 +199,8 @@ def test_filters_come_before_the_count_and_a_step_looks_at_its_own_shards_alone(
     log.append(a_step(log.state, trained=["0.task0"]))
     index = _updated(log, tmp_path)
     hits: list[str] = []
-    is_wanted = index._is_wanted
-    monkeypatch.setattr(index, "_is_wanted", lambda hit, filters: hits.append(hit) or is_wanted(hit, filters))
+    is_wanted = index._passes
+    monkeypatch.setattr(index, "_passes", lambda hit, filters: hits.append(hit) or is_wanted(hit, filters))
     for filters in ({"reward": (">", 0.5)}, {"outcome": "pending"}):
         assert [match.id for match in _find(index, "word", count=1, **filters)] == ["0.task1/0"]
     log.append(a_step(log.state, trained=["0.task1"]))

@@ -11,27 +11,27 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from rollouts.sandbox.unsupported import Function
-from rollouts.sandbox.wire import DATA_NAMES
+from rollouts.sandbox.code_tests.unsupported import Function
+from rollouts.sandbox.code_tests.wire import DATA_NAMES
 
 _ASSERTS = ("Equal", "Equals", "Less", "LessEqual", "Greater", "GreaterEqual")
 _COMPARES = ast.Eq | ast.In | ast.Lt | ast.LtE | ast.Gt | ast.GtE
 
 
 class Makers:
-    """The names that are called for values."""
+    """Which function a value of the tests comes from: `Vector` for `v` after `v = Vector(1, 2)`."""
 
     def __init__(self, nodes: Sequence[ast.AST]) -> None:
         assigned = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
         self._made = {ast.unparse(target): _callee(node.value) for node in assigned for target in node.targets}
 
     def of(self, node: ast.AST) -> str:
-        """Of a value, "" if none is called for it."""
+        """The name that is called for a value; "" if none is."""
         is_target = isinstance(node, ast.Name | ast.Attribute | ast.Subscript)
         return self._made.get(ast.unparse(node), "") if is_target else _callee(node)
 
     def within(self, node: ast.AST) -> set[str]:
-        """Of a value and its parts."""
+        """The names that are called for a value and for its parts."""
         return {self.of(part) for part in ast.walk(node) if isinstance(part, ast.expr)} - {""}
 
 
@@ -39,9 +39,8 @@ def _callee(node: ast.AST) -> str:
     return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
 
-def classes_of_code(nodes: Sequence[ast.AST]) -> set[str]:
+def classes_of_code(nodes: Sequence[ast.AST], makers: Makers) -> set[str]:
     """Names whose results have attributes that data lacks, are returned, or are on both sides of a comparison."""
-    makers = Makers(nodes)
     parts = [part for node in nodes if isinstance(node, ast.ClassDef) for part in node.body]
     methods = {part.name for part in parts if isinstance(part, Function)}
     classes = {"Solution"}
@@ -70,19 +69,18 @@ def _compared(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr, bool]]:
             yield left, right, name.removeprefix("assert") in _ASSERTS
 
 
-def met_with_data(nodes: Sequence[ast.AST], classes: set[str], wanted: set[str]) -> Iterator[str]:
+def met_with_data(nodes: Sequence[ast.AST], makers: Makers, classes: set[str], code_names: set[str]) -> Iterator[str]:
     """Sentences: where objects of the code are compared with plain data, or may be what computes with it.
 
     Args:
         classes: As `classes_of_code`.
-        wanted: Names of the code.
+        code_names: What the tests use of the code.
     """
-    makers = Makers(nodes)
     differences = {id(part) for node in nodes for part in _differences(node)}
 
     def named_as_class(node: ast.AST) -> str:
         name = makers.of(node)
-        is_class = name in wanted and name[:1].isupper() and (len(name) == 1 or not name.isupper())
+        is_class = name in code_names and name[:1].isupper() and (len(name) == 1 or not name.isupper())
         return name if is_class else ""
 
     for node in nodes:
@@ -97,7 +95,7 @@ def met_with_data(nodes: Sequence[ast.AST], classes: set[str], wanted: set[str])
                     )
         for value, others in _operands(node):
             name = named_as_class(value)
-            is_data = not any(makers.within(other) & (wanted | classes) for other in others)
+            is_data = not any(makers.within(other) & (code_names | classes) for other in others)
             if name and name not in classes and is_data and id(node) not in differences:
                 yield (
                     f"{_quoted(node)} computes with plain data, and the tests do not say "

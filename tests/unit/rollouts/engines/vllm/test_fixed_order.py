@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.engines.fixed_order import BLOCKS, _equal_blocks, blocks_of, in_blocks, in_tiles
+from rollouts.engines.vllm.fixed_order import BLOCKS, _equal_blocks, blocks_of, in_blocks, in_tiles
 from settings.errors import InvalidInput
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rollouts.engines.engine import EngineError
-from rollouts.engines.vllm_worker import answering, results
+from rollouts.engines.vllm.worker_extension import results, returning_errors
 
 
 class _Worker:
     def __init__(self, weights: dict[str, str]) -> None:
         self._weights = weights
 
-    load = answering(lambda worker, folder: worker._weights[folder])
+    load = returning_errors(lambda worker, folder: worker._weights[folder])
 
 
 def test_every_worker_answers_and_one_that_fails_is_named():

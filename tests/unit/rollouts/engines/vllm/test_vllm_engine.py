@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollouts.engines import vllm_core
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
-from rollouts.engines.vllm_core import cache_bytes
-from rollouts.engines.vllm_engine import TRIES, VllmEngine
-from rollouts.engines.vllm_requests import routes_of
+from rollouts.engines.vllm import core_start
+from rollouts.engines.vllm.core_start import cache_bytes
+from rollouts.engines.vllm.requests import routes_of
+from rollouts.engines.vllm.vllm_engine import TRIES, VllmEngine
+from settings.engine import EngineSettings
 from settings.errors import InvalidInput
 from storage.objects.digests import seal_folder
 from storage.records import Sampling
@@ -46,7 +47,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, members in fakes.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
-    monkeypatch.setattr("rollouts.engines.vllm_core.IMPORTED", [])
+    monkeypatch.setattr("rollouts.engines.vllm.core_start.IMPORTED", [])
 
 
 class _Bench:
@@ -54,7 +55,7 @@ class _Bench:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.engine = VllmEngine(max_model_len=64, seed=0, update_mode="keep", clear_cache_on_reload=True, arguments={})
+        self.engine = VllmEngine(EngineSettings(max_model_len=64), seed=0)
         self.vllm: FakeVllm
 
     def policy(self, weights: int, name: str = "") -> Path:
@@ -412,7 +413,7 @@ async def test_weights_that_did_not_come_back_from_a_sleep_are_noticed(bench: _B
 async def test_an_engine_that_cannot_be_woken_ends_its_process(bench: _Bench, monkeypatch: pytest.MonkeyPatch):
     """A process that only sleeps would hold a part of the GPU for nothing."""
     ended: list[int] = []
-    monkeypatch.setattr("rollouts.engines.vllm_engine.os._exit", ended.append)
+    monkeypatch.setattr("rollouts.engines.vllm.vllm_engine.os._exit", ended.append)
     bench.engine._ends_process = True
     bench.vllm = FakeVllm(bench.policy(1))
     await bench.start()
@@ -425,9 +426,8 @@ async def test_an_engine_that_cannot_be_woken_ends_its_process(bench: _Bench, mo
 
 
 async def test_an_engine_that_is_to_sleep_tries_it_when_it_starts(bench: _Bench, monkeypatch: pytest.MonkeyPatch):
-    arguments = {"enable_sleep_mode": True}
-    settings: dict[str, Any] = {"max_model_len": 64, "seed": 0, "update_mode": "keep", "arguments": arguments}
-    bench.engine = VllmEngine(**settings, clear_cache_on_reload=True)
+    settings = EngineSettings(max_model_len=64, vllm={"enable_sleep_mode": True})
+    bench.engine = VllmEngine(settings, seed=0)
     checksum = await bench.engine.start(bench.policy(1), 1)
     bench.vllm = bench.engine.llm
     assert checksum.startswith("tensors-1:") and bench.vllm.calls[-8:] == ["sleep", *WAKE]
@@ -439,7 +439,7 @@ async def test_an_engine_that_is_to_sleep_tries_it_when_it_starts(bench: _Bench,
 
     monkeypatch.setattr(FakeVllm, "wake_up", forgets)
     with pytest.raises(EngineError, match="vLLM does not bring rotary_emb.cos_sin_cache back after a sleep; set engin"):
-        await VllmEngine(**settings, clear_cache_on_reload=True).start(bench.policy(1), 1)
+        await VllmEngine(settings, seed=0).start(bench.policy(1), 1)
 
 
 async def test_old_weights_that_come_back_different_are_not_served_and_later_right_ones_are(bench: _Bench):
@@ -527,7 +527,7 @@ def test_routes_are_those_of_the_tokens_that_are_kept_and_too_few_are_the_engine
 @pytest.mark.parametrize(
     ("is_cpu", "runner", "expected"),
     [
-        (True, "", {"enforce_eager": True, "scheduler_cls": "rollouts.engines.vllm_routes.RoutingScheduler"}),
+        (True, "", {"enforce_eager": True, "scheduler_cls": "rollouts.engines.vllm.routes.RoutingScheduler"}),
         (True, "1", {"enable_return_routed_experts": True}),
         (False, "", {"enable_return_routed_experts": True}),
     ],
@@ -535,6 +535,6 @@ def test_routes_are_those_of_the_tokens_that_are_kept_and_too_few_are_the_engine
 def test_routes_are_captured_by_vllm_where_it_can(
     monkeypatch: pytest.MonkeyPatch, is_cpu: bool, runner: str, expected: dict[str, Any]
 ):
-    monkeypatch.setattr(vllm_core, "is_cpu_build", lambda: is_cpu)
+    monkeypatch.setattr(core_start, "is_cpu_build", lambda: is_cpu)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
-    assert vllm_core.with_routes() == expected
+    assert core_start.with_routes() == expected

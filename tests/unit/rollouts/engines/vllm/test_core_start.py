@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.engines.vllm_core import CoreStart, with_latent_attention
+from rollouts.engines.vllm.core_start import CoreStart, with_latent_attention
 from tests.processes import has_imported, num_new_pages
 
 pytestmark = pytest.mark.server
@@ -31,7 +31,7 @@ def in_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Calls a function in a process that is started as vLLM starts its core."""
     vllm = SimpleNamespace(utils=SimpleNamespace(get_mp_context=_spawning))
     monkeypatch.setitem(sys.modules, "vllm.v1.engine", vllm)
-    monkeypatch.setattr("rollouts.engines.vllm_core.IMPORTED", ["tabnanny"])
+    monkeypatch.setattr("rollouts.engines.vllm.core_start.IMPORTED", ["tabnanny"])
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it may be another test's
 
     def call(arguments: dict[str, Any], function: Callable[..., Any], *given: Any) -> Any:
@@ -50,7 +50,7 @@ def test_a_core_of_one_part_on_cpus_has_imported_everything_and_every_core_keeps
     in_core: Any, monkeypatch: pytest.MonkeyPatch, parts: int, on_gpu: bool
 ):
     if on_gpu:
-        monkeypatch.setattr("rollouts.engines.vllm_core.CPU_BUILD", "no-such-distribution")
+        monkeypatch.setattr("rollouts.engines.vllm.core_start.CPU_BUILD", "no-such-distribution")
     found, new_pages = in_core({"tensor_parallel_size": parts}, _look)
     assert found is (parts == 1 and not on_gpu)
     if hasattr(ctypes.CDLL(None), "mallopt"):  # glibc
@@ -82,7 +82,7 @@ def test_the_cause_that_the_core_has_written_to_the_log_is_raised(tmp_path: Path
     code = """
 import os, sys
 from infra.worker_process import _redirect_output
-from rollouts.engines.vllm_core import CoreFailed, _root_cause
+from rollouts.engines.vllm.core_start import CoreFailed, _root_cause
 _redirect_output(sys.argv[1])
 try:
     with _root_cause():

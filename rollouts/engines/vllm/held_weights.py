@@ -17,8 +17,8 @@ from typing import Any
 
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.engine import EngineError
-from rollouts.engines.vllm_lora import check_applied
-from rollouts.engines.vllm_worker import results
+from rollouts.engines.vllm.adapter_slot import check_applied
+from rollouts.engines.vllm.worker_extension import results
 from storage.objects.digests import read_seal, sha256_of_json
 from storage.objects.tensor_digests import is_zero
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
@@ -59,7 +59,7 @@ class HeldWeights:
         self._newest = ""
         """The checksum that was verified last."""
         self._base_checksum = ""
-        """Of the weights below adapters."""
+        """Checksum of the weights below adapters."""
         self._zeros: set[tuple[int, str]] = set()
         """Worker and name of each tensor that is zero."""
 
@@ -97,7 +97,7 @@ class HeldWeights:
         return checksum
 
     async def digests_beside(self) -> list[dict[str, str]]:
-        """Of what the workers compute with beside weights, by name."""
+        """Digests of the model's buffers in each worker, by name: what it computes with beside weights."""
         return await self._rpc("buffer_digests")
 
     async def _reload(self, weights: Weights, broadcast: Broadcast | None = None) -> str:
@@ -133,11 +133,13 @@ class HeldWeights:
     async def _read_checksum(self) -> str:
         """One digest over those of every tensor in every worker."""
         digests = await self._rpc("weight_digests")
-        self._zeros = {(worker, name) for worker, its in enumerate(digests) for name in its if is_zero(its[name])}
+        self._zeros = {
+            (worker, name) for worker, by_name in enumerate(digests) for name, each in by_name.items() if is_zero(each)
+        }
         return f"{KIND_OF_CHECKSUM}:{sha256_of_json(digests)}"
 
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """What an `answering` method returned in each worker."""
+        """What a `returning_errors` method returned in each worker."""
         return results(await self.call(self._llm.collective_rpc(method, args=arguments)))
 
     async def call(self, call: Coroutine[Any, Any, Any]) -> Any:

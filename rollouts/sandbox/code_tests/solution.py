@@ -1,6 +1,6 @@
 """The code under test and its tests, in two sandboxes: what crosses between them, and both ends of it.
 
-    tests (code_tests.py)  ── {"do": "call", "arguments": [apply, key, 2]} ─▶  serve (the policy's code)
+    tests (plan.py) ──────── {"do": "call", "arguments": [apply, key, 2]} ─▶  serve (the policy's code)
                            ◀───────── {"do": "call", "arguments": [key, 2]} ──   a function that the tests passed
                            ── {"value": 4} ─▶
                            ◀──────────────────────────────── {"value": 4} ──
@@ -24,7 +24,7 @@ import types
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollouts.sandbox.wire import DOES, Gone, Link, named
+from rollouts.sandbox.code_tests.wire import DOES, Gone, Link, named
 
 
 def run_module(name: str, file: Path) -> dict[str, Any]:
@@ -40,8 +40,8 @@ class _Served(Link):
 
     caught = BaseException
 
-    def __init__(self, requests: TextIO, answers: TextIO, file: Path) -> None:
-        super().__init__(requests, answers)
+    def __init__(self, requests: TextIO, replies: TextIO, file: Path) -> None:
+        super().__init__(requests, replies)
         self._file = file
         self._space: dict[str, Any] = {}
         self._named: dict[str, Any] = {}
@@ -81,10 +81,10 @@ class _Served(Link):
         return DOES[does](*arguments, **keywords)
 
 
-def serve(file: Path, requests: TextIO, answers: TextIO) -> None:
+def serve(file: Path, requests: TextIO, replies: TextIO) -> None:
     """Do what the tests ask, until they end."""
     with contextlib.suppress(Gone):
-        _Served(answers, requests, file).run()
+        _Served(replies, requests, file).run()
 
 
 _LEETCODE = (

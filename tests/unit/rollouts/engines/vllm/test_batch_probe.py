@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollouts.engines.batch_probe import check_batches, check_drafts, first_difference
 from rollouts.engines.engine import Generation
+from rollouts.engines.vllm.batch_probe import check_batches, check_drafts, first_difference
 from settings.errors import InvalidInput
 
 

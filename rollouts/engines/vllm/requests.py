@@ -17,8 +17,8 @@ from rollouts.engines.engine import EngineError, checked_logprobs
 from storage.records import Routes, Sampling
 
 Draws = Literal["ours", "hashed", "streamed"]
-"""Who makes a request's seed random numbers: `ReloadExtension.own_draws` on CPUs; vLLM, from seed and position in the
-sequence; or vLLM's older runner on GPUs, from a generator that it seeds."""
+"""What turns a request's seed into random numbers: `ReloadExtension.own_draws` on CPUs; vLLM, from seed and position in
+the sequence; or vLLM's older runner on GPUs, from a generator that it seeds."""
 
 
 def with_draws(parameters: Any, draws: Draws, *, seed: int | None, position: int) -> Any:
@@ -64,8 +64,8 @@ def sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...], streams: 
 def routes_of(parts: Sequence[Any], *, num_tokens: int) -> Routes:
     """The first `num_tokens` of what vLLM returned in parts, arrays of shape [tokens, layers, choices]. Raises
     `EngineError` if these are fewer."""
-    if (found := sum(map(len, parts))) < num_tokens:
-        raise EngineError(f"the engine has the routes of {found} of {num_tokens} tokens")
+    if (num_routed := sum(map(len, parts))) < num_tokens:
+        raise EngineError(f"the engine has the routes of {num_routed} of {num_tokens} tokens")
     _, layers, choices = parts[0].shape
     size = parts[0].dtype.itemsize
     ids = b"".join(part.tobytes() for part in parts)[: num_tokens * layers * choices * size]

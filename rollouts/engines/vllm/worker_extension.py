@@ -20,8 +20,8 @@ import numpy as np
 from infra.weight_broadcast import Broadcast, receive
 from rollouts.engines.draws import DRAW, nth_seeds
 from rollouts.engines.engine import EngineError
-from rollouts.engines.fixed_order import LayerWatch, fix_order
-from rollouts.engines.vllm_requests import Draws
+from rollouts.engines.vllm.fixed_order import LayerWatch, fix_order
+from rollouts.engines.vllm.requests import Draws
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_file
 from storage.objects.tensor_digests import tensor_digests
@@ -30,30 +30,30 @@ from storage.policies.adapters import ADAPTER_WEIGHTS, merged_weights
 logger = logging.getLogger("millrace.engine")
 
 
-def answering(method: Callable[..., Any]) -> Callable[..., tuple[Any, str]]:
+def returning_errors(method: Callable[..., Any]) -> Callable[..., tuple[Any, str]]:
     """Make a worker's method return its result and an error message instead of raising. See `results`.
 
-    Once a worker has raised, vLLM 0.32 reads no further answers. Those of the other workers stay in their queues and
-    would be read as answers to the next call.
+    Once a worker has raised, vLLM 0.32 reads no further replies. Those of the other workers stay in their queues and
+    would be read as replies to the next call.
     """
 
     @functools.wraps(method)
-    def answer(self: Any, *arguments: Any) -> tuple[Any, str]:
+    def call(self: Any, *arguments: Any) -> tuple[Any, str]:
         try:
             return method(self, *arguments), ""
         except Exception as error:
-            logger.exception("%s: %s", method.__name__, error)  # with the traceback, which the answer lacks
+            logger.exception("%s: %s", method.__name__, error)  # with the traceback, which the reply lacks
             return None, f"{type(error).__name__}: {error}"
 
-    return answer
+    return call
 
 
-def results(answers: list[tuple[Any, str]]) -> list[Any]:
-    """What an `answering` method returned in each worker. Raises `EngineError` if one of them failed."""
-    for number, (_, error) in enumerate(answers):
+def results(replies: list[tuple[Any, str]]) -> list[Any]:
+    """What a `returning_errors` method returned in each worker. Raises `EngineError` if one of them failed."""
+    for number, (_, error) in enumerate(replies):
         if error:
-            raise EngineError(f"worker {number} of {len(answers)}: {error}")
-    return [result for result, _ in answers]
+            raise EngineError(f"worker {number} of {len(replies)}: {error}")
+    return [result for result, _ in replies]
 
 
 class ReloadExtension:
@@ -96,14 +96,14 @@ class ReloadExtension:
     def _token_seeds(self) -> tuple[list[int], np.ndarray]:
         """The rows of the batch whose request has a draw, and the seed of the token that each samples now."""
         runner, batch = self.model_runner, self.model_runner.input_batch
-        asked = [runner.requests[request_id].sampling_params.extra_args for request_id in batch.req_ids]
-        rows = [row for row, extra in enumerate(asked) if extra and DRAW in extra]
-        draws_R = np.fromiter(itertools.chain.from_iterable(asked[row][DRAW] for row in rows), np.int64).reshape(-1, 2)
+        extras = [runner.requests[request_id].sampling_params.extra_args for request_id in batch.req_ids]
+        rows = [row for row, extra in enumerate(extras) if extra and DRAW in extra]
+        draws_R = np.fromiter(itertools.chain.from_iterable(extras[row][DRAW] for row in rows), np.int64).reshape(-1, 2)
         # Counted by what is computed in this step: also right after a preemption, and when outputs come a step later.
         tokens_R = runner.optimistic_seq_lens_cpu.numpy()[rows] - batch.num_prompt_tokens[rows]
         return rows, nth_seeds(draws_R[:, 0], draws_R[:, 1] + tokens_R)
 
-    @answering
+    @returning_errors
     def fix_order(self) -> None:
         """Let log-probabilities not depend on the batch; on GPUs vLLM's batch-invariant mode has done so already."""
         from vllm.platforms import current_platform
@@ -111,22 +111,22 @@ class ReloadExtension:
         if current_platform.is_cpu():
             fix_order(self.model_runner)
 
-    @answering
+    @returning_errors
     def capture_routes(self) -> None:
         """Let replies have the routes of their tokens; vLLM's newer model runner does so itself."""
         if not getattr(self, "use_v2_model_runner", False):
-            from rollouts.engines.vllm_routes import capture_routes
+            from rollouts.engines.vllm.routes import capture_routes
 
             capture_routes(self)
 
-    @answering
+    @returning_errors
     def layers_of(self, request_id: str) -> list[tuple[int, str, str]]:
         """What `LayerWatch` has noted for a request. The first call begins to watch, which is slow and does not end."""
         if not hasattr(self, "_watch"):
             self._watch = LayerWatch(self.model_runner)
         return self._watch.of_request(request_id)
 
-    @answering
+    @returning_errors
     def weight_digests(self) -> dict[str, str]:
         """Digest of every weight that this worker computes with, made where it lies: vLLM's own checksums copy each to
         the host and hash it on one thread, while generation is paused."""
@@ -134,23 +134,23 @@ class ReloadExtension:
 
         return tensor_digests(_weights(self.model_runner.get_model()))
 
-    @answering
+    @returning_errors
     def buffer_digests(self) -> dict[str, str]:
         """The same of what the model computes with beside its weights, as angles of positions: no load renews it."""
         return tensor_digests(self.model_runner.get_model().named_buffers())
 
-    @answering
+    @returning_errors
     def reload_policy(self, folder: str) -> None:
         """Load a policy folder in HF layout. The first call gets the folder that the engine was started with."""
         self._reload(folder, weights_path=folder)
 
-    @answering
+    @returning_errors
     def merge_policy(self, base: str, adapter: str) -> str:
         """Load the base model with an adapter merged into it; returns the sha256 of the adapter's weights file."""
         self._reload(adapter, weights_iterator=merged_weights(Path(base), Path(adapter)))
         return sha256_of_file(Path(adapter) / ADAPTER_WEIGHTS)
 
-    @answering
+    @returning_errors
     def receive_policy(self, broadcast: dict[str, Any]) -> None:
         """Take part in a `Broadcast`, given as its fields. The first load must not be a broadcast.
 
@@ -173,7 +173,7 @@ class ReloadExtension:
         """
         from vllm.platforms import current_platform
 
-        from rollouts.engines.vllm_repairs import CopiesAreLoads, rotate_by_heads
+        from rollouts.engines.vllm.repairs import CopiesAreLoads, rotate_by_heads
 
         model = self.model_runner.get_model()
         rotate_by_heads(model)

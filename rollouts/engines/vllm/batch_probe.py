@@ -26,7 +26,7 @@ from storage.policies.model_config import model_config, number_bytes
 from storage.records import Sampling
 
 _LENGTHS = (3, 40, 150)
-"""Of the prompts, in tokens."""
+"""Lengths of the prompts, in tokens."""
 _OTHERS = 29
 _NEW = 12
 """Tokens of each reply."""
@@ -71,8 +71,8 @@ async def check_batches(generate: Generate, layers_of: LayersOf, *, max_model_le
             await reply(prompt, "watched-alone")
             await among(prompt, "watched-among", alone.token_ids[:kept])
             layers = first_difference(await layers_of("probe-watched-alone"), await layers_of("probe-watched-among"))
-            where = f"{layers} computes other bits for a token in another batch"
-            raise InvalidInput(f"reproducible = true does not hold on this machine: {where}; leave it out")
+            fault = f"{layers} computes other bits for a token in another batch"
+            raise InvalidInput(f"reproducible = true does not hold on this machine: {fault}; leave it out")
     return sha256_of_json(computed)
 
 
@@ -82,12 +82,12 @@ async def check_drafts(generate: Generate, replayed: Replayed, arguments: Mappin
     most = ROUNDING[number_bytes(arguments, model_config(model))]
     length = min(_LENGTHS[1], arguments["max_model_len"] // 2)
     prompts = [_prompt(number, length) for number in range(_DRAFTED)]  # they repeat themselves, which can be drafted
-    asking = (
+    requests = (
         generate(prompt, sampling=Sampling(max_tokens=length - 2, seed=number), request_id=f"draft{number}")
         for number, prompt in enumerate(prompts)
     )
     try:
-        replies = await asyncio.gather(*asking)
+        replies = await asyncio.gather(*requests)
     except EngineError as error:
         raise InvalidInput(f"engine.vllm.speculative_config: {error}; leave it out") from error
     gaps: list[float] = []
@@ -109,8 +109,8 @@ def _prompt(number: int, length: int) -> list[int]:
 
 def first_difference(one: Sequence[Sequence[Any]], other: Sequence[Sequence[Any]]) -> str:
     """The first layer that computed other bits for a token, by position and then in the order of computation."""
-    there = {(position, layer): digest for position, layer, digest in one}
+    digests = {(position, layer): digest for position, layer, digest in one}
     for position, layer, digest in sorted(other, key=lambda each: each[0]):
-        if there.get((position, layer), digest) != digest:
+        if digests.get((position, layer), digest) != digest:
             return str(layer)
     return "the sampler"

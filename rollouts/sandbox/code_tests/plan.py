@@ -22,8 +22,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rollouts.sandbox.classes_of_code import classes_of_code, met_with_data
-from rollouts.sandbox.unsupported import Function, unsupported
+from rollouts.sandbox.code_tests.classes_of_code import Makers, classes_of_code, met_with_data
+from rollouts.sandbox.code_tests.unsupported import Function, unsupported
 
 _SET_UPS = ("setup_module", "teardown_module", "setup_function", "teardown_function", "setUpModule", "tearDownModule")
 _LATE_SKIPS = ("skipTest", "SkipTest", "importorskip")
@@ -49,11 +49,11 @@ class TestPlan:
 
     body: list[ast.stmt]
     statements: list[ast.stmt]
-    """Those of `body` that are one test each."""
+    """The statements of `body` that are one test each."""
     functions: dict[str, int]
     """Names of test functions and classes → how many tests each has, at least."""
     needs_pytest: bool
-    wanted: dict[str, set[str]]
+    code_names: dict[str, set[str]]
     """Names that the tests use and do not have → the attributes that they use of them, "" if the name itself."""
     classes: set[str]
     """Names that they use as classes: only objects made by these are asked to compute with plain data."""
@@ -70,11 +70,11 @@ class TestPlan:
         """True if a name of the code's is one that the tests are meant to use."""
         is_python = hasattr(builtins, name) or name in sys.stdlib_module_names or name in LIBRARY
         is_free = name not in self.own and not is_python and not name.startswith("__")
-        return name in self.wanted or (self.is_dynamic and is_free)
+        return name in self.code_names or (self.is_dynamic and is_free)
 
     @property
     def num_tests(self) -> int:
-        """At least; what is parametrized counts once."""
+        """The least number of tests: a parametrized one counts once."""
         return len(self.statements) + sum(self.functions.values())
 
 
@@ -109,13 +109,13 @@ def read_tests(source: str) -> TestPlan:
         statements = [node for node in body if isinstance(node, ast.Expr) and _calls_something(node.value)]
     if not functions and not statements:
         raise CannotRun("the tests have no assert, no test function and no call, so there is nothing to pass")
-    wanted = {name: _attributes(nodes, name) for name in used - own if not hasattr(builtins, name)}
+    code_names = {name: _attributes(nodes, name) for name in used - own if not hasattr(builtins, name)}
     is_dynamic = bool(used & {"eval", "exec", "globals", "locals", "vars"})
-    if not wanted and not is_dynamic and not any(_module(node) == "solution" for node in nodes):
+    if not code_names and not is_dynamic and not any(_module(node) == "solution" for node in nodes):
         raise CannotRun(
             "the tests use no name that the code could define; to test one that Python has, import it from solution"
         )
-    given = {"solution", *(wanted.keys() - LIBRARY.keys()), *_imported_from_solution(nodes)}
+    given = {"solution", *(code_names.keys() - LIBRARY.keys()), *_imported_from_solution(nodes)}
     for node in nodes:
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base).partition(".")[0] in given for base in node.bases):
             raise CannotRun(
@@ -123,15 +123,16 @@ def read_tests(source: str) -> TestPlan:
             )
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     uses_arrays = bool((used | own) & {"np", "numpy"} or attributes & {"shape", "dtype", "ndim", "tolist"})
-    classes = classes_of_code(nodes)
-    if reason := next(met_with_data(nodes, classes, given), ""):
+    makers = Makers(nodes)
+    classes = classes_of_code(nodes, makers)
+    if reason := next(met_with_data(nodes, makers, classes, given), ""):
         raise CannotRun(reason)
     return TestPlan(
         body,
         statements,
         functions,
         needs_pytest,
-        wanted,
+        code_names,
         classes,
         own,
         is_dynamic,
@@ -186,7 +187,7 @@ def check_imports(plan: TestPlan) -> None:
 
 
 def _imports(body: Sequence[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Those that the tests cannot do without."""
+    """The imports that the tests cannot do without: not those in `try`."""
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
@@ -231,8 +232,8 @@ def _check_choices(nodes: Sequence[ast.AST]) -> None:
             case _:
                 continue
         if name in ("skip", "xfail", *_LATE_SKIPS):
-            what = f"line {getattr(node, 'lineno', 0)}: the tests decide while they run whether one counts"
-            raise CannotRun(f"{what}, so the code could choose: mark it with @pytest.mark.skip, or remove it")
+            problem = f"line {getattr(node, 'lineno', 0)}: the tests decide while they run whether one counts"
+            raise CannotRun(f"{problem}, so the code could choose: mark it with @pytest.mark.skip, or remove it")
 
 
 def _needs_pytest(node: ast.AST) -> bool:

@@ -121,7 +121,7 @@ class Shared:
         return self._held[number]
 
     def changed(self) -> list[int]:
-        """Those that hold something else than the other end knows."""
+        """Numbers of the containers whose contents the other end does not know."""
         return [number for number in self._containers if number not in self._new and self._has_changed(number)]
 
     def _has_changed(self, number: int) -> bool:

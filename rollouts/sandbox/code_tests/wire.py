@@ -20,8 +20,8 @@ from pathlib import Path, PurePath
 from typing import Any, TextIO
 from uuid import UUID
 
-from rollouts.sandbox.crossing_exceptions import exception_class, make_exception, names_of
-from rollouts.sandbox.shared_containers import KINDS, Shared, empty, facts_of, fill, kind_of
+from rollouts.sandbox.code_tests.crossing_exceptions import exception_class, make_exception, names_of
+from rollouts.sandbox.code_tests.shared_containers import KINDS, Shared, empty, facts_of, fill, kind_of
 
 _PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, list, tuple),
@@ -109,9 +109,9 @@ class Link:
     classes: set[str] = set()
     """Names of the other end's classes that this one uses as such."""
 
-    def __init__(self, requests: TextIO, answers: TextIO) -> None:
+    def __init__(self, requests: TextIO, replies: TextIO) -> None:
         self._requests = requests
-        self._answers = answers
+        self._replies = replies
         self._own: list[Any] = []
         self._places: dict[int, int] = {}
         """Identity → place in `_own`, which keeps the object alive."""
@@ -150,7 +150,7 @@ class Link:
             self._end()
 
     def hear(self) -> dict[str, Any]:
-        if not (line := self._answers.readline()):
+        if not (line := self._replies.readline()):
             self._end()
         return json.loads(line)
 

@@ -24,23 +24,23 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.engines.engine import EngineError
-from rollouts.engines.vllm_core import is_cpu_build
-from rollouts.engines.vllm_requests import prompt_logprobs
-from rollouts.engines.vllm_worker import ReloadExtension, answering, results
+from rollouts.engines.vllm.core_start import is_cpu_build
+from rollouts.engines.vllm.requests import prompt_logprobs
+from rollouts.engines.vllm.worker_extension import ReloadExtension, results, returning_errors
 from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_file, sha256_of_json
 from storage.objects.tensor_digests import tensor_digests
 from storage.policies.adapters import ADAPTER_WEIGHTS, adapter_layers
 from storage.policies.model_config import model_config
 
-EXTENSION = "rollouts.engines.vllm_lora.AdapterExtension"
+EXTENSION = "rollouts.engines.vllm.adapter_slot.AdapterExtension"
 _SLOT_ID = 1  # vLLM counts from 1; 0 is no adapter
 _PROMPT = list(range(8))
 _VISIBLE = 1e-3  # nats, far above rounding: the check at the start must change a logprob by more
 
 
 def merges(arguments: Mapping[str, Any], base: Path) -> bool:
-    """Whether an engine with these arguments of vLLM serves the base model with its adapter merged into it: on CPUs,
+    """True if an engine with these arguments of vLLM serves the base model with its adapter merged into it: on CPUs,
     unless the user has set `enable_lora`, or the base's weights are quantised."""
     is_quantised = "quantization" in arguments or bool(model_config(base).get("quantization_config"))
     return is_cpu_build() and "enable_lora" not in arguments and not is_quantised
@@ -91,7 +91,7 @@ async def _logprobs(llm: Any, adapter: Any) -> list[float]:
 class AdapterExtension(ReloadExtension):
     """Methods callable by `collective_rpc`; `self` is a vLLM worker."""
 
-    @answering
+    @returning_errors
     def load_adapter(self, folder: str) -> tuple[str, str]:
         """Load an adapter folder into the slot, or zeros if `folder` is empty.
 
@@ -100,7 +100,7 @@ class AdapterExtension(ReloadExtension):
         """
         from vllm.lora.request import LoRARequest
 
-        from rollouts.engines.vllm_repairs import rotate_by_heads
+        from rollouts.engines.vllm.repairs import rotate_by_heads
 
         rotate_by_heads(self.model_runner.get_model())
         manager = self.model_runner.lora_manager

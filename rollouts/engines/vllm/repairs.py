@@ -22,8 +22,8 @@ def rotate_by_heads(model: torch.nn.Module) -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     def rotate(module: Any, positions: torch.Tensor, query: torch.Tensor, *others: Any, **named: Any) -> Any:
-        its = module.forward_cpu if query.dim() == 2 else module.forward_native
-        return its(positions, query, *others, **named)
+        forward = module.forward_cpu if query.dim() == 2 else module.forward_native
+        return forward(positions, query, *others, **named)
 
     for module in model.modules():
         method: Any = getattr(module, "_forward_method", None)
@@ -64,7 +64,7 @@ class CopiesAreLoads(TorchFunctionMode):
         _, parameter = self._of_data.get(id(target), (None, target))
         if id(parameter) not in self._owners:
             modules = list(self._model.modules())
-            self._owners = {id(its): (module, name) for module in modules for name, its in module._parameters.items()}
+            self._owners = {id(own): (module, name) for module in modules for name, own in module._parameters.items()}
         if id(parameter) not in self._owners:
             return False
         layer, name = self._owners[id(parameter)]

@@ -1,4 +1,4 @@
-"""The program `check` in a sandbox: runs tests of code as `code_tests.py` reads them.
+"""The program `check` in a sandbox: runs tests of code as `plan.py` reads them.
 
 In: the tests, and the code under test as `Solution`. Out: the number of tests, then a verdict on each.
 """
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollouts.sandbox.code_tests import LIBRARY, CannotRun, Function, TestPlan, read_tests
-from rollouts.sandbox.solution import Solution
-from rollouts.sandbox.wire import send, type_of
+from rollouts.sandbox.code_tests.plan import LIBRARY, CannotRun, Function, TestPlan, read_tests
+from rollouts.sandbox.code_tests.solution import Solution
+from rollouts.sandbox.code_tests.wire import send, type_of
 
 
 def check(source: str, solution: Solution, verdicts: TextIO, *, as_leetcode: bool = False) -> None:
@@ -48,9 +48,9 @@ class _Code(types.ModuleType):
 def _library(plan: TestPlan) -> dict[str, Any]:
     """What the tests use of Python without importing it, as if the code's imports were theirs."""
     values: dict[str, Any] = {}
-    for name, attributes in plan.wanted.items():
+    for name, attributes in plan.code_names.items():
         is_module = name in sys.stdlib_module_names and "" not in attributes
-        if is_module or (name in LIBRARY and plan.wanted.keys() - LIBRARY.keys()):
+        if is_module or (name in LIBRARY and plan.code_names.keys() - LIBRARY.keys()):
             with contextlib.suppress(ImportError):
                 module = importlib.import_module(name if is_module else LIBRARY[name])
                 if not is_module or all(hasattr(module, attribute) for attribute in attributes):
@@ -103,7 +103,7 @@ _FOR_BOTH = (("sys", "setrecursionlimit"), ("random", "seed"), ("numpy", "random
 
 
 def _do_in_both(solution: Solution, module: str, name: str) -> None:
-    """Let a function of Python that tests call to set something set it for the code too."""
+    """Make a function that sets something in Python, such as `random.seed`, set it in the code's process too."""
     path, _, last = f"{module}.{name}".rpartition(".")
     owner = importlib.import_module(path)
     here = getattr(owner, last)

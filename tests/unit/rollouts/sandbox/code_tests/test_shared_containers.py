@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollouts.sandbox.shared_containers import Shared, contents, empty, facts_of, fill, kind_of
+from rollouts.sandbox.code_tests.shared_containers import Shared, contents, empty, facts_of, fill, kind_of
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ Running requests, by mode:
     abort  are ended by vLLM; `generate` continues each as a new request, from its prompt and the tokens it has.
 vLLM stamps every finished output with the versions of its tokens.
 
-With adapters (LoRA) `load_policy` fills the one adapter slot, or on CPUs merges each with the base: `vllm_lora.py`.
+With adapters (LoRA) `load_policy` fills the one adapter slot, or on CPUs merges each with the base: `adapter_slot.py`.
 
     sleep:        pause(mode) ─▶ vLLM drops weights and cache, or copies the base of adapters to the host
     load_policy:  wake weights ─▶ all zeros ─▶ as above ─▶ no tensor stayed zero ─▶ wake cache ─▶ resume
@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from infra.weight_broadcast import Broadcast
-from rollouts.engines.batch_probe import check_batches, check_drafts
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, Until, UpdateMode, WeightUpdate
-from rollouts.engines.vllm_core import CoreStart, for_model, in_every_batch, with_routes
-from rollouts.engines.vllm_lora import adapter_arguments, merges, slot_request
-from rollouts.engines.vllm_requests import (
+from rollouts.engines.vllm.adapter_slot import adapter_arguments, merges, slot_request
+from rollouts.engines.vllm.batch_probe import check_batches, check_drafts
+from rollouts.engines.vllm.core_start import CoreStart, for_model, in_every_batch, with_routes
+from rollouts.engines.vllm.held_weights import HeldWeights, Weights, weights_in
+from rollouts.engines.vllm.requests import (
     Draws,
     end_token_ids,
     prompt_logprobs,
@@ -42,8 +43,8 @@ from rollouts.engines.vllm_requests import (
     sampling_parameters,
     with_draws,
 )
-from rollouts.engines.vllm_weights import HeldWeights, Weights, weights_in
-from rollouts.engines.vllm_worker import results
+from rollouts.engines.vllm.worker_extension import results
+from settings.engine import EngineSettings
 from settings.errors import InvalidInput
 from storage.records import Sampling
 
@@ -58,16 +59,12 @@ class VllmEngine:
 
     def __init__(
         self,
+        settings: EngineSettings,
         *,
-        max_model_len: int,
         seed: int,
-        update_mode: UpdateMode,
-        clear_cache_on_reload: bool,
-        arguments: dict[str, Any],
         lora_rank: int = 0,
         base_folder: Path | None = None,
         ends_process: bool = False,
-        guided_decoding: bool = False,
         reproducible: bool = False,
         captures_routes: bool = False,
     ) -> None:
@@ -77,25 +74,28 @@ class VllmEngine:
         failed with the core must not count as failed attempts.
         If `reproducible`, log-probabilities do not depend on the batch, or `start` raises `InvalidInput`.
         With `captures_routes` replies come with the experts of their tokens.
-        `arguments` go to vLLM as they are. Raises `InvalidInput` for a rank that vLLM cannot serve.
+        Raises `InvalidInput` for a rank that vLLM cannot serve.
         """
         assert (lora_rank > 0) == (base_folder is not None)
         self._base_folder = base_folder
-        self._has_slot = base_folder is not None and not merges(arguments, base_folder)
+        self._has_slot = base_folder is not None and not merges(settings.vllm, base_folder)
         self._ends_process = ends_process
         self._reproducible = reproducible
         self._captures_routes = captures_routes
         self.proof = ""
-        self._arguments = {
-            "max_model_len": max_model_len,
+        # With vLLM's parser, a grammar begins behind the thoughts.
+        thinks = settings.guided_decoding and settings.reasoning_parser not in ("auto", "none")
+        self._arguments: dict[str, Any] = {
+            "max_model_len": settings.max_model_len,
             "seed": seed,
             # Requests and replies are token ids; only a grammar needs the text of tokens.
-            "skip_tokenizer_init": not guided_decoding,
+            "skip_tokenizer_init": not settings.guided_decoding,
             "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
             "disable_log_stats": True,
-            "worker_extension_cls": "rollouts.engines.vllm_worker.ReloadExtension",
+            "worker_extension_cls": "rollouts.engines.vllm.worker_extension.ReloadExtension",
             **(adapter_arguments(lora_rank) if self._has_slot else {}),
-            **arguments,
+            **({"reasoning_parser": settings.reasoning_parser} if thinks else {}),
+            **settings.vllm,
             **(in_every_batch() if reproducible else {}),
             **(with_routes() if captures_routes else {}),
         }
@@ -103,9 +103,9 @@ class VllmEngine:
             # Else the sampler is compiled for each new shape of a batch, and replies wait. The core inherits this.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         self._core = CoreStart(self._arguments)
-        self.update_mode: UpdateMode = update_mode
+        self.update_mode: UpdateMode = settings.update_mode
         """May be changed between updates, like `clear_cache_on_reload`."""
-        self.clear_cache_on_reload = clear_cache_on_reload
+        self.clear_cache_on_reload = settings.clear_cache_on_reload
         self.llm: Any = None
         """vLLM's own engine; None before `start` and after `stop`."""
         self._as_input: Callable[[list[int]], Any]

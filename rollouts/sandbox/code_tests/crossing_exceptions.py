@@ -20,7 +20,7 @@ _RUNNERS = ("unittest", "doctest", "bdb", "pdb")
 
 
 def names_of(kind: type[BaseException]) -> list[str]:
-    """By which the other end knows a class, its own first; when they come back, they are this class."""
+    """The names of a class and its bases, for the other end; a name that comes back means this class again."""
     names = [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__[:-1]]
     _CLASSES.setdefault(tuple(names), kind)
     return names
