@@ -8,6 +8,7 @@ folder; what the user has set is kept. Call `prepare_environment` before importi
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import subprocess
@@ -123,9 +124,12 @@ def _is_writable(folder: Path) -> bool:
 def prepare_environment(run_folder: Path | None = None) -> Path:
     """Set the defaults, redact logs, return the state folder, for a run file in `run_folder` or where one stands.
 
-    Raises `ValueError` for a bad `MILLRACE_LOG_FORMAT`.
+    Raises `ValueError` for a bad `MILLRACE_LOG_FORMAT`, and `InvalidInput` for a state folder that is a file or in one.
     """
     folder = home() if run_folder is None else find_home(run_folder)
+    with path_errors(f"MILLRACE_HOME {folder}"):
+        if not nearest_existing(folder).is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     caches = folder / "cache" / "libraries"
     logs_are_json()
     redact_logs()

@@ -43,7 +43,7 @@ def load_object(path: str) -> Any:
     """
     module_path, _, name = MOVED.get(path, path).rpartition(":")
     is_file = module_path.endswith(".py") and ":" not in module_path
-    is_module = not (":" in module_path or module_path.startswith(".") or Path(module_path).is_file())
+    is_module = not (":" in module_path or module_path.startswith(".") or os.path.isfile(module_path))
     if not module_path or not name or not (is_file or is_module):
         raise InvalidInput(f"{path!r} is not an import path; write package.module:Name or path/to/file.py:Name")
     try:

@@ -10,7 +10,7 @@ import os
 import typer
 
 from cli.terminal.console import open_console, working
-from settings.errors import path_errors
+from infra.environment import make_home
 from settings.places.hints import command, program
 from settings.places.state_folder import home
 
@@ -19,6 +19,7 @@ def up() -> None:
     """Start Prefect, MLflow and a worker on this machine, and deploy prefect.yaml."""
     import asyncio
 
+    make_home()  # before Prefect is imported, which warns if it is not there
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from infra.services.services import NOTIFY, TRAINING_VIEW, start_services
@@ -29,8 +30,6 @@ def up() -> None:
         from tasks.prefect.notifications import check_destination
 
         check_destination(destination)
-    with path_errors(f"MILLRACE_HOME {home()}"):
-        home().mkdir(parents=True, exist_ok=True)
     with working("starting") as announce:
         services = start_services(home(), announce=announce)
         api = f"{services['prefect'].url}/api"

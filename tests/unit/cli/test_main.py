@@ -61,7 +61,7 @@ def test_a_run_file(places: dict[str, str], command: str) -> None:
         "FOLDER": "is a folder; name a file in it",
         "UNDER": "no run file",
     }
-    for place, sentence in {**sentences, "LONG": _TOO_LONG, "BYTES": "is not valid TOML"}.items():
+    for place, sentence in {**sentences, "LONG": _TOO_LONG, "BYTES": "is no text in UTF-8"}.items():
         shown = _refused(places, command.format(f"{{{place}}}"))
         assert sentence in shown and places[place] in shown
 
@@ -148,8 +148,11 @@ def test_a_data_set_or_a_model(places: dict[str, str]) -> None:
 def test_a_state_folder_that_cannot_be_made(places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLRACE_STORE", str(Path(os.environ["MILLRACE_HOME"]) / "store"))
     monkeypatch.setenv("MILLRACE_HOME", places["UNDER"])
-    for command in ("up", "eval run"):
+    for command in ("up", "eval run", "runs", f"{ARITHMETIC} --dry-run"):
         assert f"MILLRACE_HOME {places['UNDER']}: Not a directory" in _refused(places, command)
+    monkeypatch.delenv("MILLRACE_STORE")
+    monkeypatch.setenv("MILLRACE_HOME", places["FILE"])
+    assert f"MILLRACE_HOME {places['FILE']}: Not a directory" in _refused(places, "runs")
 
 
 def test_overrides_are_toml_values_and_bare_words() -> None:
