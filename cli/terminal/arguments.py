@@ -93,13 +93,18 @@ def check_target(path: Path, option: str, *, make_folder: bool = False, suffix: 
 
 
 def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
-    """`key=value` pairs; values in TOML's form, bare words as strings.
+    """`key=value` pairs; values in TOML's form, bare words as strings, and what is set to a string as it is written: a
+    run may be called 2026-11-27.
 
     Raises `InvalidInput` for a word that is no such pair.
     """
     import tomllib
 
+    from settings.block import keys
+    from settings.run_file import RunConfig
+
     parsed: dict[str, Any] = {}
+    strings = {key.name for key in keys(RunConfig) if key.type == "string"} if pairs else set()
     for pair in pairs or []:
         key, separator, text = pair.partition("=")
         if pair.startswith("-"):
@@ -107,9 +112,10 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
         if not key.strip() or not separator:
             raise InvalidInput(f"{pair!r}: write settings as key=value, for example steps=50")
         try:
-            parsed[key.strip()] = tomllib.loads(f"value = {text}")["value"]
+            value = tomllib.loads(f"value = {text}")["value"]
         except (ValueError, RecursionError):  # no TOML
-            parsed[key.strip()] = text
+            value = text
+        parsed[key.strip()] = text if key.strip() in strings and not isinstance(value, str) else value
     return parsed
 
 

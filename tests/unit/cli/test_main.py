@@ -159,6 +159,8 @@ def test_overrides_are_toml_values_and_bare_words() -> None:
     parsed = parse_overrides(["steps=5", "train.loss=cispo", "learning_rate=1e-3", "rollout.drop_uniform_groups=true"])
     assert parsed.pop("rollout.drop_uniform_groups") is True
     assert parsed == {"steps": 5, "train.loss": "cispo", "learning_rate": 1e-3}
+    names = ["run=2026-11-27", "evaluation.split=7", 'model="1e5"', "dataset=1e5"]
+    assert parse_overrides(names) == {"run": "2026-11-27", "evaluation.split": "7", "model": "1e5", "dataset": "1e5"}
     with pytest.raises(ValueError, match="key=value"):
         parse_overrides(["steps"])
 
