@@ -70,7 +70,8 @@ def pack_groups(
             parts[-1].append(row)
             counts[-1] += follows
     packs = pack_rows(counts, budget=budget)
-    return [sorted(row for part in pack for row in parts[part]) for pack in packs]
+    in_place = [sorted((parts[part] for part in pack), key=lambda part: part[0]) for pack in packs]
+    return [[row for part in pack for row in part] for pack in in_place]  # a group's rows stay behind one another
 
 
 def work_of(lengths: np.ndarray, *, attention_length: float) -> np.ndarray:

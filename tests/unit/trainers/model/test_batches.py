@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -24,6 +24,7 @@ _ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, ma
 
 
 @given(_ROWS, st.integers(1, 5), st.integers(12, 40), st.sampled_from([math.inf, 5.0]))
+@example(rows=[(1, 7), (0, 1), (1, 7)], num_ranks=1, budget=12, attention=math.inf)  # a row between two that share
 def test_groups_are_whole_on_one_rank_wherever_their_rows_stand(
     rows: list[tuple[int, int]], num_ranks: int, budget: int, attention: float
 ) -> None:
