@@ -94,7 +94,7 @@ def path_of(target: Any) -> str:
 def source_file(target: Any) -> Path:
     """The file a function or class is written in. Raises `InvalidInput` if there is none."""
     with contextlib.suppress(TypeError):  # built into Python
-        if file := inspect.getsourcefile(target):
+        if (file := inspect.getsourcefile(target)) and os.path.isfile(file):  # `importlib.util` is frozen, without one
             return Path(file).resolve()
     raise InvalidInput(f"{target!r} has no source file; define it in a module or a file")
 

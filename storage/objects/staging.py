@@ -35,7 +35,7 @@ def staging_folder(cache: Path, num_bytes: int = 0) -> Iterator[Path]:
                     shutil.rmtree(other)
         with (
             tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as name,
-            locked_folder(Path(name), fcntl.LOCK_EX | fcntl.LOCK_NB),
+            locked_folder(Path(name), fcntl.LOCK_EX),  # another process may be looking at it right now
         ):
             yield Path(name)
 

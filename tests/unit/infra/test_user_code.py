@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,7 @@ def test_files_of_two_folders_have_their_own_siblings_and_a_taken_name_is_no_obs
 
 WORKFLOW = """
 import json
+from importlib.util import find_spec
 from json import dumps
 
 import judge
@@ -233,5 +235,6 @@ def test_the_digest_of_our_example_covers_its_reward():
 
 
 def test_what_python_is_made_of_has_no_source_file():
-    with pytest.raises(ValueError, match="no source file"):
-        source_file(len)
+    for function in (len, find_spec):  # the second one's module is frozen into the interpreter
+        with pytest.raises(ValueError, match="no source file"):
+            source_file(function)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
 from storage.objects.object_store import StoreFull
-from storage.objects.staging import staging_folder
+from storage.objects.staging import lock_folder, staging_folder
 
 
 def test_what_does_not_fit_is_said_before_and_while_it_is_written(
@@ -51,3 +54,21 @@ with staging_folder(Path({str(tmp_path)!r})) as folder:
             os.utime(folder, (0, 0))  # both are old
         with staging_folder(tmp_path):
             assert ours.exists() and not left.exists()
+
+
+def test_a_folder_that_another_process_is_looking_at_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of one trainer make theirs at the same moment, and each looks for those that a killed process left."""
+
+    class Looked(tempfile.TemporaryDirectory[str]):
+        def __enter__(self) -> str:
+            name = super().__enter__()
+            looking = lock_folder(Path(name), fcntl.LOCK_EX)
+            threading.Timer(0.1, os.close, [looking]).start()
+            return name
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", Looked)
+    with staging_folder(tmp_path) as folder:
+        (folder / "weights").write_bytes(b"x")
+    assert not folder.exists()
