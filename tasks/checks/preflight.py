@@ -106,6 +106,7 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     check_router_replay(config)
     check_engine_arguments(config.engine.vllm)
     check_cpu_engine(config.engine.vllm)
+    probe(store := open_store(store_uri(config.store)))  # before it is read: what was recorded there decides
     config = for_this_machine(config, about_model(config))
     check_devices(config)
     if config.reproducible:
@@ -117,7 +118,6 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
 
         with errors_of_users(f"train.loss.path = {loss.path!r}"):
             check_loss(loss.path, loss.arguments, with_reference=config.train.reference.kind != "none")
-    probe(store := open_store(store_uri(config.store)))
     is_new = not store.exists(f"runs/{config.run}/run.json")
     if not is_new:
         state = open_run(store, config.run).state
