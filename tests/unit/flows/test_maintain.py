@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -57,7 +58,8 @@ def log(trained: Path, tmp_path: Path) -> RunLog:
 
 
 def _worker(log: RunLog) -> TrainerWorker:
-    return open_trainer(log, config_of(max_staleness=100, checkpoint_every=3), cache=Path())
+    cache = Path(urlsplit(log.store.uri).path).parent / "cache"
+    return open_trainer(log, config_of(max_staleness=100, checkpoint_every=3), cache=cache)
 
 
 def _step(worker: TrainerWorker, log: RunLog) -> str:
