@@ -106,16 +106,17 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     strings = {key.name for key in keys(RunConfig) if key.type == "string"} if pairs else set()
     for pair in pairs or []:
-        key, separator, text = pair.partition("=")
+        word, separator, text = pair.partition("=")
+        key = word.strip()
         if pair.startswith("-"):
             raise InvalidInput(f"no option {key} (-h lists them); settings are key=value, for example steps=50")
-        if not key.strip() or not separator:
+        if not key or not separator:
             raise InvalidInput(f"{pair!r}: write settings as key=value, for example steps=50")
         try:
             value = tomllib.loads(f"value = {text}")["value"]
         except (ValueError, RecursionError):  # no TOML
             value = text
-        parsed[key.strip()] = text if key.strip() in strings and not isinstance(value, str) else value
+        parsed[key] = text if key in strings and not isinstance(value, str) else value
     return parsed
 
 

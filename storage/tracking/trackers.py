@@ -8,8 +8,10 @@ place has are not sent again. So a run that was killed, or could not reach the p
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
 from settings.errors import InvalidInput, MissingPackage, missing_package
 from storage.log.entries import Registration
@@ -34,12 +36,17 @@ class Tracker:
         self._place: Place | None = None
         self.num_entries = self._num_rows = 0
 
+    @functools.cached_property
+    def _evaluation(self) -> dict[str, Any]:
+        """The run's settings of evaluations: a run's configuration is frozen."""
+        evaluation: dict[str, Any] = run_config(self._log).get("evaluation", {})
+        return evaluation
+
     def sync(self) -> list[Registration]:
         """Send the rows that the place does not have, and end the run there as its newest session did."""
         log, ended = self._log, outcome(self._log)
         entries = log.entries[self.num_entries :]
-        settings = run_config(log).get("evaluation", {}) if entries else {}
-        charted_entries = [(entry, *charted(entry, settings)) for entry in entries]
+        charted_entries = [(entry, *charted(entry, self._evaluation)) for entry in entries]
         rows = [
             Row(number=self._num_rows + index, step=step, at=entry.written_at, metrics=metrics)
             for index, (entry, step, metrics) in enumerate(each for each in charted_entries if each[2])

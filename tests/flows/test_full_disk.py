@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,21 +27,21 @@ def _can_mount() -> bool:
     return shutil.which("unshare") is not None and not subprocess.run([*_PRIVATE, "true"], check=False).returncode
 
 
+def _with_own_disk(program: list[str], environment: dict[str, str], *, seconds: float) -> Any:
+    """The JSON that a module prints which may mount a disk that only it and its children see."""
+    command = [*_PRIVATE, sys.executable, "-m", *program]
+    done = subprocess.run(command, env=environment, cwd=PROJECT, capture_output=True, text=True, timeout=seconds)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.skipif(not _can_mount(), reason="this kernel gives no user namespaces")
 @pytest.mark.parametrize("left", [0, 3_000_000])
 def test_each_part_that_writes_names_the_full_disk_leaves_nothing_half_and_writes_again(
     tmp_path: Path, left: int
 ) -> None:
-    done = subprocess.run(
-        [*_PRIVATE, sys.executable, "-m", "tests.flows.filled_parts", str(tmp_path), str(left)],
-        env={**os.environ, "MILLRACE_MIN_FREE_GB": "0"},
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert not done.returncode, done.stderr
-    rows = json.loads(done.stdout)
+    program = ["tests.flows.filled_parts", str(tmp_path), str(left)]
+    rows = _with_own_disk(program, {**os.environ, "MILLRACE_MIN_FREE_GB": "0"}, seconds=200)
     assert list(rows) == ["committing", "publishing", "staging", "indexing"]
     free = f"is full: {'3.0 MB' if left else '0 B'} free, "
     for name, row in rows.items():
@@ -64,16 +65,8 @@ def test_a_run_on_a_full_disk_says_so_and_goes_on_when_there_is_room(
     places = {"MILLRACE_STORE": str(folder / "store"), "TMPDIR": str(folder / "tmp"), "MILLRACE_MIN_FREE_GB": "0"}
     settings = [f"model={base_model}", f"steps={STEPS}", "evaluation.every=0", "train.checkpoint_every=1"]
     command = [str(MILLRACE), "train", str(SCRIPTED), *settings]
-    done = subprocess.run(
-        [*_PRIVATE, sys.executable, "-m", "tests.flows.small_disk", str(folder), place, str(left), *command],
-        env={**home.environment, **of_home, **places},
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        timeout=700,
-    )
-    assert not done.returncode, done.stderr
-    ends = json.loads(done.stdout)
+    program = ["tests.flows.small_disk", str(folder), place, str(left), *command]
+    ends = _with_own_disk(program, {**home.environment, **of_home, **places}, seconds=700)
     status, said = ends["first"]
     if status:  # with 3 MB left a small run may come to its end
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
