@@ -85,5 +85,9 @@ class RoundClock:
         self.publish_seconds = 0.0
         self.waited_seconds = 0.0
         """How long the round has waited for its batch."""
-        self.round_started = time.time()
-        """Unix seconds."""
+        self._round_started = time.perf_counter()
+
+    @property
+    def round_seconds(self) -> float:
+        """Of this round so far."""
+        return time.perf_counter() - self._round_started

@@ -187,7 +187,7 @@ async def train_step(session: RunSession, *, claim: Claim, config: RunConfig) ->
     metrics = await session.clock.metrics(claimed, num_producers=len(session.fleet.workers))
     metrics |= out_of_room(claimed, {group.group_id for group in groups})
     metrics |= {f"{change}_seconds": seconds for change, seconds in session.device.seconds.items()}
-    facts = {"round_started": session.clock.round_started, "extra_metrics": metrics, "session_id": session.id}
+    facts = {"round_seconds": session.clock.round_seconds, "extra_metrics": metrics, "session_id": session.id}
     try:
         step = await session.trainer.step(claim, **facts)
     except WorkerDied as death:

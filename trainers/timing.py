@@ -42,7 +42,7 @@ def split_wait(waited: float, shards: Iterable[Shard], *, num_producers: int) ->
 
 def time_budget(phases: Mapping[str, float], *, wall_seconds: float) -> dict[str, float]:
     """The parts, `idle_seconds` for the rest, and their sum as `round_seconds`; shares of it that two sides idled. A
-    round takes no less than its parts, even if `wall_seconds` is by two machines' clocks. No part is negative."""
+    round takes no less than its parts. No part is negative."""
     parts = {f"{phase}_seconds": max(0.0, phases.get(f"{phase}_seconds", 0.0)) for phase in PHASES}
     measured = sum(parts.values())
     round_seconds = max(wall_seconds, measured)

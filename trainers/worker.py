@@ -73,9 +73,9 @@ class TrainerWorker:
         return worker
 
     def train_step(
-        self, claim: Claim, *, extra_metrics: dict[str, float], round_started: float, session_id: str
+        self, claim: Claim, *, extra_metrics: dict[str, float], round_seconds: float, session_id: str
     ) -> Step:
-        """Train on a claim, publish the policy's files and commit the step.
+        """Train on a claim, publish the policy's files and commit the step; the round took `round_seconds` until here.
 
         Raises `storage.shards.shards.DamagedShard` and `trainers.refusals.RefusedShards` before any weight changes,
         `storage.log.run_state.Conflict` when another trainer committed this step, or one before it, first. Called again
@@ -97,7 +97,7 @@ class TrainerWorker:
             digest = "" if claim.fallback == "skip_step" else self._trainer.save_policy(folder / "policy")
             if claim.step % self._trainer.config.train.checkpoint_every == 0:
                 self._trainer.save_state(folder / "state", step=claim.step)
-            clocks = {"round_started": round_started, "started": started}
+            clocks = {"round_seconds": round_seconds, "started": started}
             on_first_rank(lambda: self._commit(claim, folder, digest, phases, session_id=session_id, **clocks))
             if self._outbox is not None and digest:
                 for name in (WEIGHTS_FILE, DIGEST_FILE):
@@ -210,7 +210,7 @@ class TrainerWorker:
         phases: dict[str, float],
         *,
         started: float,
-        round_started: float,
+        round_seconds: float,
         session_id: str,
     ) -> None:
         """Put the folders `policy` and `state`, if they are there, into the store, and the step into the log."""
@@ -229,7 +229,7 @@ class TrainerWorker:
             self._log.store.put_folder(folder / "state", state_path, last=DIGEST_FILE, given=True)
         measured = time.perf_counter() - started
         phases = {**phases, "save_seconds": measured - phases["load_seconds"] - phases["train_seconds"]}
-        budget = time_budget({**metrics, **phases}, wall_seconds=time.time() - round_started)
+        budget = time_budget({**metrics, **phases}, wall_seconds=round_seconds + measured)
         speed = {"tokens_per_second": metrics["trained_tokens"] / budget["round_seconds"]}
         self._log.append(
             Step(

@@ -208,7 +208,7 @@ class Player:
             reward_parts=score.parts,
             reward_seconds=max(0.0, time.perf_counter() - started - generate_seconds - chat.held_seconds),
             started_at=started_at,
-            finished_at=time.time(),
+            finished_at=started_at + time.perf_counter() - started,
             error=error,
             out_of_room=chat.out_of_room,
             excluded=not is_eval and status in limits.exclude_statuses,

@@ -172,7 +172,7 @@ async def evaluate_tasks(
     Fewer than `GROUPS_PER_SHARD` finished groups wait to be committed. Raises `MixedVersions`, `InvalidInput` without a
     task, and what is wrong with the workflow itself.
     """
-    started = flushed_at = time.time()
+    started = flushed_at = time.perf_counter()
     waiting = iter(tasks)
     tally = Tally(settings.n_samples)
     piece: list[RolloutGroup] = []
@@ -182,7 +182,7 @@ async def evaluate_tasks(
     async def flush() -> None:
         nonlocal piece, piece_bytes, num_shards, flushed_at
         groups, piece, piece_bytes = piece, [], 0
-        seconds, flushed_at = time.time() - flushed_at, time.time()
+        seconds, flushed_at = time.perf_counter() - flushed_at, time.perf_counter()
         await commit(piece_id(shard_id, num_shards), groups, seconds)
         num_shards += 1
 
@@ -223,7 +223,7 @@ async def evaluate_tasks(
         num_tasks=tally.num_tasks,
         num_failed=tally.failures.total(),
         shard_id=shard_id,
-        seconds=time.time() - started,
+        seconds=time.perf_counter() - started,
         n_samples=settings.n_samples,
         pass_at=tally.pass_at,
         failures=dict(sorted(tally.failures.items())),

@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import math
 import sys
 import time
 import uuid
@@ -92,7 +93,7 @@ class RolloutWorker:
             log=self.log, config=self.config, served=self.served, leases=self.leases, executor=self._executor
         )
         self._failures = Failures()
-        self._collected_at = 0.0  # Unix seconds: when the newest shard was complete, or the next was released
+        self._collected_at = time.perf_counter()  # when the newest shard was complete, or the next was released
 
     @classmethod
     async def open(
@@ -223,13 +224,13 @@ class RolloutWorker:
 
     async def collect(self) -> Shard | None:
         """Produce and commit the next shard; None if nothing more can run before the next policy."""
-        started = time.time()
+        started = time.perf_counter()
         groups = await self._executor.prepare_batch()
         # Attempts begin as soon as there is room, not with this call, which gets its turn after hundreds of them.
-        begun = min((group.queued_at for group in groups), default=started)
-        started = max(min(started, begun), self._collected_at)
-        self._collected_at = time.time()
-        return await self._commit_groups(groups, seconds=self._collected_at - started)
+        now, seconds = time.perf_counter(), time.time() - min((group.queued_at for group in groups), default=math.inf)
+        seconds = min(max(seconds, now - started), now - self._collected_at)  # the machine's time may have been set
+        self._collected_at = now
+        return await self._commit_groups(groups, seconds=seconds)
 
     async def _commit_groups(self, groups: list[RolloutGroup], *, seconds: float) -> Shard | None:
         """None if there are none, or other workers have committed all of these prompts."""
@@ -317,7 +318,7 @@ class RolloutWorker:
                     await self._head_start.call_back()
         if update is not None:
             if self._head_start.end():
-                self._collected_at = time.time()
+                self._collected_at = time.perf_counter()
             await self.refresh()
         return update
 

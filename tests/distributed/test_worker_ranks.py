@@ -10,7 +10,6 @@ import json
 import logging
 import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -77,7 +76,7 @@ def _claim(folder: Path) -> Claim:
 
 
 def _train(worker: TrainerWorker, claim: Claim, *, session_id: str = "session") -> Step:
-    return worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id=session_id)
+    return worker.train_step(claim, extra_metrics={}, round_seconds=0.0, session_id=session_id)
 
 
 def _failure(action: Callable[[], object]) -> list[Any]:

@@ -7,7 +7,6 @@ policy folder ─▶ sampling in torch ─▶ shard ─▶ claim ─▶ TrainerW
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,7 @@ def _train(log: RunLog, config: RunConfig, cache: Path, *, steps: int, judge: Ju
         commit(log, f"shard-{policy.version}", groups)
         claim = next_claim(log.refresh(), rules)
         assert claim is not None
-        done.append(worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id="learning"))
+        done.append(worker.train_step(claim, extra_metrics={}, round_seconds=0.0, session_id="learning"))
     return done
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -134,7 +133,7 @@ async def _pipeline(log: RunLog, config: RunConfig, trainer: TrainerWorker, cach
                 await asyncio.sleep(0.001)
                 continue
             step = await asyncio.to_thread(
-                trainer.train_step, claim, extra_metrics={}, round_started=time.time(), session_id="session"
+                trainer.train_step, claim, extra_metrics={}, round_seconds=0.0, session_id="session"
             )
             await worker.publish(step.policy)
         producing.cancel()

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import logging
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ def _step(worker: TrainerWorker, log: RunLog) -> str:
     rules = a_config(batch_size=1, max_staleness=100, stale_policy="strict", min_usable=2)
     claim = next_claim(log.refresh(), rules)
     assert claim is not None
-    step = worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id="")
+    step = worker.train_step(claim, extra_metrics={}, round_seconds=0.0, session_id="")
     log.refresh()
     return step.policy.weights_sha256
 

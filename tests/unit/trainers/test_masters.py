@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -104,4 +103,4 @@ def _run(root: Path, model: Path, groups: list[RolloutGroup]) -> RunLog:
 def _step(log: RunLog, worker: TrainerWorker, config: RunConfig) -> Step:
     claim = next_claim(log.refresh(), config.model_copy(update={"batch_size": 2, "max_staleness": 8}))
     assert claim is not None
-    return worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id="session")
+    return worker.train_step(claim, extra_metrics={}, round_seconds=0.0, session_id="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +130,7 @@ def arrivals(tmp_path: Path, tiny_folder: Path) -> _Arrivals:
 
 
 def _train(worker: TrainerWorker, claim: Claim) -> dict[str, float]:
-    return worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id="session").metrics
+    return worker.train_step(claim, extra_metrics={}, round_seconds=0.0, session_id="session").metrics
 
 
 def _digest(log: RunLog) -> str:

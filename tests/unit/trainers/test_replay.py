@@ -2,7 +2,6 @@
 
 import dataclasses
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def _trained(
         settings = {"max_staleness": 8, "stale_policy": "strict", "min_usable": 2, **rules}
         claim = next_claim(log.refresh(), a_config(**settings))
         assert claim is not None
-        worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id="session")
+        worker.train_step(claim, extra_metrics={}, round_seconds=0.0, session_id="session")
     return log
 
 
@@ -138,7 +137,7 @@ def test_a_run_keeps_its_arithmetic_and_a_replay_under_another_agrees_within_the
         worker = open_trainer(log, config, cache=cache)
         claim = next_claim(log.refresh(), a_config(max_staleness=8, batch_size=2))
         assert claim is not None
-        step = worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id="another")
+        step = worker.train_step(claim, extra_metrics={}, round_seconds=0.0, session_id="another")
         assert step.arithmetic.startswith(f"{version}, torch {torch.__version__}, ")
         assert all(each.identical for each in _replay(log, cache, 1, 2, **same))
     with monkeypatch.context() as patch:  # as if the recorded version were no longer known

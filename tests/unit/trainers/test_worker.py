@@ -70,7 +70,7 @@ class Run:
     def train(self, worker: TrainerWorker, claim: Claim | None = None, *, session_id: str = "session") -> Step:
         """A step on this claim, or on the next."""
         claim = claim or self.claim()
-        return worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id=session_id)
+        return worker.train_step(claim, extra_metrics={}, round_seconds=0.0, session_id=session_id)
 
     def fetch(self, policy: Policy) -> Path:
         """The policy's files, as a reader finds them; transformers loads them, and they are those recorded."""
@@ -122,7 +122,9 @@ def _digest_of(worker: TrainerWorker, claim: Claim) -> str:
 def test_a_step_is_committed_with_its_policy_and_digests(run: Run) -> None:
     worker, claim = run.worker(), run.claim()
     assert worker.opened == 0
-    step = run.train(worker, claim)
+    called = time.perf_counter()
+    step = worker.train_step(claim, extra_metrics={}, round_seconds=100.0, session_id="session")
+    assert 100 < step.metrics["round_seconds"] < 100 + time.perf_counter() - called
     state = run.log.refresh()
     assert state.steps == [step] and step.claim == claim and step.session_id == "session"
     assert state.live == step.policy and (step.policy.version, step.policy.parent) == (1, 0)

@@ -300,6 +300,22 @@ async def test_a_shard_takes_from_the_beginning_of_its_attempts_and_no_moment_is
     assert worked(first) + worked(second) <= ended - began
 
 
+@pytest.mark.parametrize("jump", [86_400.0, -86_400.0])
+async def test_the_machines_clock_may_be_set_while_a_shard_is_made(
+    run: _Run, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    began, clock = time.perf_counter(), time.time
+    async with run.worker() as worker:
+        while worker.progress() < 1:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(time, "time", lambda: clock() + jump)
+        shard = await worker.collect()
+    assert shard is not None
+    assert 0 < sum(shard.seconds.values()) <= time.perf_counter() - began
+    times = read_shard(run.log, run.log.refresh().shards[shard.id]).select(["started_at", "finished_at"]).to_pylist()
+    assert all(0 <= row["finished_at"] - row["started_at"] < 3600 for row in times)
+
+
 async def test_adapters_are_served_with_the_base_models_tokenizer_and_stand_beside_their_rows(run: _Run):
     async with run.worker(lora={"rank": 4}) as worker:
         await _collect(worker)
