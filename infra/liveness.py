@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ STOPPED_LOOKS = 5
 GCS_LOOKS = 3
 _ANSWER_SECONDS = 5.0
 END_SECONDS = 30.0
+_DEPTH = 2  # below the driver: Ray, and its workers
 
 
 class RayLost(UserError):
@@ -134,17 +135,13 @@ class Watch:
 def _below(driver: psutil.Process) -> list[psutil.Process]:
     """Ray's processes, workers, their engines and Prefect's server; not what agents and rewards run, which has time
     limits of its own and may stop and wake its own children."""
-    children: defaultdict[int, list[psutil.Process]] = defaultdict(list)
-    for process in driver.children(recursive=True):  # each call reads the parents of all processes of the machine
+    watched, depths = [], {driver.pid: 0}
+    for process in driver.children(recursive=True):  # parents first; it reads the parents of all processes
         with contextlib.suppress(psutil.Error):
-            children[process.ppid()].append(process)
-    watched = []
-    for child in children[driver.pid]:
-        watched.append(child)
-        for worker in children[child.pid]:
-            watched.append(worker)
-            with contextlib.suppress(psutil.Error):
-                watched += [each for each in children[worker.pid] if each.name().startswith("VLLM")]
+            depth = depths[process.pid] = depths.get(process.ppid(), _DEPTH) + 1
+            # An engine's core, and those of its parts, are children of a fork server that may be a worker's child.
+            if depth <= _DEPTH or process.name().startswith("VLLM"):
+                watched.append(process)
     return watched
 
 

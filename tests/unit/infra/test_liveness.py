@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -66,3 +68,17 @@ async def test_every_call_ends_when_a_process_of_ray_is_killed_or_stopped(
     if name == "raylet" and number == KILL:
         assert "Raylet is terminated" in (tmp_path / "ray.log").read_text()
     assert "raylet" not in capfd.readouterr().out
+
+
+def test_an_engine_is_watched_however_deep_it_is_and_other_processes_of_a_worker_are_not(tmp_path: Path) -> None:
+    for name in ("VLLM::Core", "reward"):
+        (tmp_path / name).symlink_to("/bin/sleep")
+    worker = f"sh -c '{tmp_path}/VLLM::Core 300 & wait' & {tmp_path}/reward 300 & wait"  # a fork server is between
+    with subprocess.Popen(["/bin/sh", "-c", f'sh -c "{worker}" & wait'], start_new_session=True) as ray:
+        try:
+            while not {"VLLM::Core", "reward"} <= {each.name() for each in psutil.Process().children(recursive=True)}:
+                assert ray.poll() is None
+            watched = [each for each in liveness._below(psutil.Process()) if os.getpgid(each.pid) == ray.pid]
+            assert sorted(each.name() for each in watched) == ["VLLM::Core", "sh", "sh"]
+        finally:
+            os.killpg(ray.pid, signal.SIGKILL)
