@@ -96,6 +96,15 @@ def serve() -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def _find_place_of_title() -> None:
+    """Let vLLM name its core, by which `liveness` finds it: the place of a process's title is found only as long as the
+    environment is the first. Ray's workers have a name from Ray, which looks for that place itself."""
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.getproctitle()
+
+
 def end_with_parent() -> None:
     """Let the kernel kill this process when the one that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -173,6 +182,8 @@ def _next_request(listener_fd: int) -> dict[str, Any] | None:
                     os.dup2(descriptors[number], number)
                     os.close(descriptors[number])
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                if request["kind"] == "fork server":
+                    _find_place_of_title()
                 os.environ.clear()
                 os.environ.update(request["environment"])
                 os.chdir(request["folder"])

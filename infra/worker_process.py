@@ -29,7 +29,7 @@ from infra.structured_logs import CALL, json_handler, logs_are_json
 from settings.redaction import redact_logs, without_secrets
 
 _STUCK_SECONDS = 120.0
-_COLLECT_AFTER = 100_000  # new objects; Python's default of 700 is a few attempts
+_COLLECT_AFTER = 10_000  # new objects; Python's default of 700 is a few attempts, and many more leave holes in the heap
 _COLLECT_SECONDS = 60.0  # between two looks at all that is new: what outlives the first look would stay for hours
 _SHARE_OF_TIME = 0.001  # that those looks may take
 
