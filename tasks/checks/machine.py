@@ -32,7 +32,8 @@ from storage.log.runs import open_run, run_config
 from storage.objects.digests import sha256_of_json
 from storage.objects.opening import open_store
 from storage.policies.model_config import stored_dtype
-from tasks.checks.memory_plan import STATE, memory_plan
+from tasks.checks.memory_demand import STATE
+from tasks.checks.memory_plan import memory_plan
 
 Dtype = Literal["float32", "bfloat16"]
 

@@ -16,7 +16,7 @@ from storage.policies.policies import LARGEST_DELTA
 from storage.retention.rules import NEWEST_STATES
 from storage.tracking.registry import ALL_POINTS
 from tasks.checks.learning_rate import num_parameters
-from tasks.checks.memory_plan import ADAPTER_SHARE
+from tasks.checks.memory_demand import ADAPTER_SHARE
 from tasks.checks.preflight import about_model
 
 _TOKEN_BYTES, _ROW_BYTES = 11, 500
