@@ -702,6 +702,11 @@ class Gated(Digits):
 
     started: asyncio.Event
     let_through: asyncio.Event
+    made: list[str]
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        self.made = [*getattr(self, "made", []), split]
+        return super().tasks(split)
 
     async def run(self, task: Task, chat: Chat) -> Score:
         if workflow_context().is_eval:
@@ -727,8 +732,9 @@ async def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile
                 assert (shard.head_version, shard.tail_version) == (version, version)
             assert not evaluating.done() and not run.log.refresh().evaluations
             Gated.let_through.set()
-            found = [await evaluating, await next_one, await evaluator.evaluate(_HELD_OUT, 0)]
-            assert [evaluation.version for evaluation in found] == [0, 1, 0]
+            evaluations = [await evaluating, await next_one, await evaluator.evaluate(_HELD_OUT, 0)]
+            assert [evaluation.version for evaluation in evaluations] == [0, 1, 0]
+            assert evaluator.player.workflow.made == ["train", "test"], "each once in a process"
             with pytest.raises(ValueError, match="no policy version 9; it has 0 to 2"):
                 await evaluator.evaluate(_HELD_OUT, 9)
     state = run.log.refresh()
