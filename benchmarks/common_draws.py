@@ -137,7 +137,7 @@ def variances(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
 
 async def measure(*, steps: int, seeds: int, batch_size: int, model: Path | None) -> dict[str, Any]:
     """All runs, and what follows from them."""
-    found: dict[str, list[list[float]]] = {loss: [] for loss in LOSSES}
+    curves: dict[str, list[list[float]]] = {loss: [] for loss in LOSSES}
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         scratch = Path(folder)
         if model is None:
@@ -149,13 +149,13 @@ async def measure(*, steps: int, seeds: int, batch_size: int, model: Path | None
             for seed in range(seeds):
                 for loss in LOSSES:
                     numbers = await bench.run(loss, seed=seed, steps=steps, batch_size=batch_size)
-                    found[loss].append(numbers)
+                    curves[loss].append(numbers)
                     print(loss, seed, *(f"{number:.3f}" for number in numbers), flush=True)
         finally:
             await bench.engine.stop()
             await bench.rewards.close()
     names = [*(f"step {step}" for step in range(2, steps + 1)), "held out"]  # before a step both are the base model
-    columns = {name: [list(each) for each in zip(*found[name], strict=True)][1:] for name in LOSSES}
+    columns = {name: [list(each) for each in zip(*curves[name], strict=True)][1:] for name in LOSSES}
     by_number = {
         name: variances(one, other) for name, one, other in zip(names, *(columns[loss] for loss in LOSSES), strict=True)
     }
@@ -169,7 +169,7 @@ async def measure(*, steps: int, seeds: int, batch_size: int, model: Path | None
         "batch_size": batch_size,
         "times_fewer_seeds": totals[0] / totals[1],
         "variance_of_the_difference": by_number,
-        "numbers": found,
+        "numbers": curves,
     }
 
 

@@ -117,8 +117,8 @@ def _group(place: int) -> RolloutGroup:
     turn = Turn(
         context_ids=[2], sampled_ids=[12, 1], logprobs=[-0.5, -0.1], weight_versions=[0, 0], finish_reason="stop"
     )
-    said = [Message(role="user", content="3"), Message(role="assistant", content="7", is_completion=True)]
-    attempts = [Trajectory(attempt=n, turns=[turn], messages=said, status="ok", reward=1.0) for n in range(ATTEMPTS)]
+    chat = [Message(role="user", content="3"), Message(role="assistant", content="7", is_completion=True)]
+    attempts = [Trajectory(attempt=n, turns=[turn], messages=chat, status="ok", reward=1.0) for n in range(ATTEMPTS)]
     task = Task(id=f"task{place}", prompt="3")
     return RolloutGroup(
         id=f"0.task{place}", task=task, position=place, epoch=0, expected=ATTEMPTS, trajectories=attempts
@@ -182,9 +182,9 @@ class Browser:
             async with asyncio.timeout(MOST_SECONDS):
                 while True:
                     await socket.send(json.dumps({"id": 2, "method": "Runtime.evaluate", "params": asked}))
-                    while (answer := json.loads(await socket.recv())).get("id") != 2:
+                    while (reply := json.loads(await socket.recv())).get("id") != 2:
                         pass
-                    if milliseconds := answer.get("result", {}).get("result", {}).get("value"):
+                    if milliseconds := reply.get("result", {}).get("result", {}).get("value"):
                         return float(milliseconds)
                     await asyncio.sleep(0.02)
 

@@ -157,7 +157,7 @@ def _is_ours(named: str, host: str) -> bool:
         return False
     try:
         ipaddress.ip_address(named)
-        return True  # nobody can point an address elsewhere
+        return True  # no other name can lead to an address
     except ValueError:
         return named in (socket.gethostname(), socket.getfqdn())
 

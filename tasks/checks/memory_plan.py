@@ -58,7 +58,7 @@ class Memory:
 
     @classmethod
     def of_this_machine(cls) -> Memory | None:
-        """None for a run on another cluster, at `RAY_ADDRESS`: nobody has asked its machines."""
+        """None for a run on another cluster, at `RAY_ADDRESS`: its machines were not asked."""
         if os.environ.get("RAY_ADDRESS"):
             return None
         return cls(gpus=gpu_memory(), machine=psutil.virtual_memory().total)
@@ -145,12 +145,9 @@ def check_memory(config: RunConfig, about: Mapping[str, Any], here: Memory | Non
     small = too_small(config)
     if small is None:
         return
-    taken = f", {size(small.total - small.free)} of which others hold" if small.free < small.total else ""
-    problem = (
-        f"the run needs {size(small.needed)} of {small.name}, which has {size(small.total)}{taken}: "
-        + " + ".join(
-            f"{count} × {text}" if count > 1 else text for text, count in Counter(map(str, small.demands)).items()
-        )
+    held = f", {size(small.total - small.free)} of which others hold" if small.free < small.total else ""
+    problem = f"the run needs {size(small.needed)} of {small.name}, which has {size(small.total)}{held}: " + " + ".join(
+        f"{count} × {text}" if count > 1 else text for text, count in Counter(map(str, small.demands)).items()
     )
     changes = _changes(config, on_gpu=small.is_gpu)
     fits = [next((_text(key, value) for value in values if fit({key: value})), "") for key, values in changes]

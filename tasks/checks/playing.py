@@ -215,10 +215,10 @@ async def _attempts(
             error = WrongWorkflow(f"{what}; raise another error, or return a score. It is at {place_of(workflow.run)}")
         except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is the outcome
             error = raised
-            traceback.clear_frames(raised.__traceback__)  # of coroutines that were not awaited, while they warn nobody
+            traceback.clear_frames(raised.__traceback__)  # coroutines that were not awaited warn while it is silent
         turns = [(turn.context_ids, turn.sampled_ids) for turn in chat.turns]
-        told = functools.partial(Outcome, is_known=chat.all_known, turns=turns, has_tools=chat.has_tools)
-        return told(reward=reward, error=error)
+        outcome = functools.partial(Outcome, is_known=chat.all_known, turns=turns, has_tools=chat.has_tools)
+        return outcome(reward=reward, error=error)
 
     async with rewards:
         try:

@@ -70,7 +70,7 @@ def make_base_model(
     )
     model = Qwen2ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    started = told = time.perf_counter()
+    started = logged_at = time.perf_counter()
     recent: deque[float] = deque(maxlen=20)
     for step in range(1, num_steps + 1):
         for group in optimizer.param_groups:
@@ -88,8 +88,8 @@ def make_base_model(
         mean_loss = sum(recent) / len(recent)
         done = step == num_steps or (len(recent) == recent.maxlen and mean_loss <= target_loss)
         now = time.perf_counter()
-        if done or now - told >= SECONDS_BETWEEN_LINES:
-            told, counts = now, (step, num_steps, mean_loss, target_loss)
+        if done or now - logged_at >= SECONDS_BETWEEN_LINES:
+            logged_at, counts = now, (step, num_steps, mean_loss, target_loss)
             logger.info("base model: step %d of at most %d, loss %.3f, wanted %g, %.0f s", *counts, now - started)
         if done:
             break

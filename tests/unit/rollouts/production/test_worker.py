@@ -734,7 +734,8 @@ async def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile
             Gated.let_through.set()
             evaluations = [await evaluating, await next_one, await evaluator.evaluate(_HELD_OUT, 0)]
             assert [evaluation.version for evaluation in evaluations] == [0, 1, 0]
-            assert evaluator.player.workflow.made == ["train", "test"], "each once in a process"
+            workflow = evaluator.player.workflow
+            assert isinstance(workflow, Gated) and workflow.made == ["train", "test"], "each once in a process"
             with pytest.raises(ValueError, match="no policy version 9; it has 0 to 2"):
                 await evaluator.evaluate(_HELD_OUT, 9)
     state = run.log.refresh()

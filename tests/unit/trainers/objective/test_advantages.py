@@ -413,7 +413,7 @@ def test_kinds_with_an_advantage_per_token_give_none_per_attempt_and_distillatio
 
 @pytest.mark.parametrize("settings", [GrpoAdvantage(), GaeAdvantage(), OpoAdvantage(), RemaxAdvantage()])
 def test_a_batch_without_any_reward_is_refused_with_what_to_change(settings: Any) -> None:
-    with pytest.raises(ValueError, match="all 2 rewards are null.*a number.*millrace rollout once"):
+    with pytest.raises(ValueError, match="all 2 rewards are None.*a number.*millrace rollout once"):
         _of(settings, [NULL, NULL], [0, 0])
 
 
