@@ -127,7 +127,7 @@ def _mean_reward(groups: Sequence[RolloutGroup]) -> float:
 
 
 def variances(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
-    """Of the difference between two losses, whose numbers are in the order of their seeds."""
+    """The variance of the difference between two losses, whose numbers are in the order of their seeds."""
     same = statistics.variance(a - b for a, b in zip(one, other, strict=True))
     pairs = [(a, b) for (n, a), (m, b) in itertools.product(enumerate(one), enumerate(other)) if n != m]
     mean = statistics.fmean(one) - statistics.fmean(other)

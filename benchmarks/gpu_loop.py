@@ -57,7 +57,7 @@ MODES: dict[str, dict[str, Any]] = {
     "split-1": {"max_staleness": 1, "engine.share": "split"},
 }
 CHANGES = ("sleep", "take_device", "leave_device", "wake")
-"""Of whose turn it is; each a metric `<change>_seconds` of a step."""
+"""Changes of turn on the GPU; each is a metric `<change>_seconds` of a step."""
 
 
 class Coin(Workflow):

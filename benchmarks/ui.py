@@ -47,9 +47,9 @@ from storage.shards.codec import COMPRESSION, shard_table
 
 RUN = "benchmark"
 SECONDS_PER_STEP = 5.0
-"""Of the run that is followed."""
+"""How often the run that is followed takes a step."""
 FIRST_PARTS = ("overview", "steps", "environments")
-"""What the page asks for before anybody scrolls."""
+"""What the page asks for before its reader scrolls."""
 _DRAWN = """
 const plots = [...document.querySelectorAll(".plot")];
 const shown = plots.filter(plot => plot.getBoundingClientRect().top < innerHeight);
@@ -194,7 +194,7 @@ class Browser:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Of a process and its children."""
+    """Processor seconds of a process and its children."""
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     return sum(each.user + each.system for each in times)
 

@@ -180,7 +180,7 @@ def lag_bars(lags: list[tuple[int, int]], *, bound: int) -> list[dict[str, Any]]
 
 
 def shard_versions(queries: Queries) -> dict[str, list[float]]:
-    """Of each training shard, in commit order: oldest and newest version that sampled it, and that trained on it.
+    """For each training shard, in commit order: oldest and newest version that sampled it, and that trained on it.
 
     NaN if nothing was sampled or trained; `width` is the number of neighbours merged into one.
     """

@@ -40,13 +40,13 @@ Dtype = Literal["float32", "bfloat16"]
 PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")
 """What Linux calls a processor's products in bfloat16, on x86 and on ARM."""
 FEWEST_TOKENS, SMALL_PACK, STATE_SHARE = 512, 2**30, 0.5
-"""Of a pack: tokens that it keeps in any case; bytes of activations, and their share of weights, gradients and moments,
-up to which a pack is not divided. More of them at a time would save a few hundredths of the time."""
+"""Tokens that a pack keeps in any case; bytes of activations, and their share of weights, gradients and moments, up to
+which a pack is not divided. More of them at a time would save a few hundredths of the time."""
 WORTH = 1.1
 """How many times as fast they have to be: rounding costs something too."""
 _CPU = Path("/proc/cpuinfo")
 _SECONDS = 120.0
-"""For the trial, most of it for the import of torch."""
+"""Time limit of the trial, most of which is the import of torch."""
 
 
 class Precision(NamedTuple):
@@ -98,7 +98,7 @@ def precision_text(config: RunConfig, about: Mapping[str, Any]) -> str:
 
 
 def processor() -> tuple[str, list[str]]:
-    """Its name, and which of `PRODUCTS` it has; none where Linux does not say."""
+    """Its name, and which of `PRODUCTS` it has; none if Linux does not say."""
     text = ""
     with contextlib.suppress(OSError):
         text = _CPU.read_text()

@@ -25,7 +25,7 @@ from settings.run_file import RunConfig
 from storage.policies.model_config import num_positions, number_bytes, token_bytes
 
 ADAPTER_SHARE = 0.02
-"""Of the parameters, roughly, are trained if only adapters are."""
+"""The rough share of parameters that are trained if only adapters are."""
 STATE = ("weights", "gradients and moments")
 """Parts of a rank that `train.offload_optimizer` moves."""
 MOST_SEQUENCES, _MOST_BATCHED = 256, 8192
@@ -57,7 +57,7 @@ class Sizes:
     engine_width: int
     """Bytes of a weight in the engine."""
     token_bytes: float
-    """Of the keys and values of one token, in one part of an engine."""
+    """Bytes of the keys and values of one token, in one part of an engine."""
     cpu_cache: int
     """Bytes that an engine on CPUs has for keys and values."""
 

@@ -167,7 +167,7 @@ def with_engine_share(
 ) -> RunConfig:
     """The settings of engines that share a GPU, with a trainer or with other programs: vLLM is told how many bytes keys
     and values have, so that it does not measure what is left while a trainer starts beside it. As they are where each
-    engine has a GPU of its own, or where the run file sets the share."""
+    engine has a GPU of its own, or if the run file sets the share."""
     vllm, here = config.engine.vllm, here or Memory.of_this_machine()
     if here is None or not here.gpus or vllm.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
         return config

@@ -96,7 +96,7 @@ def first_tasks(tasks: Mapping[str, Sequence[Task]], count: int) -> list[tuple[s
 
 
 def known_replies(workflow: Workflow) -> Replies:
-    """The reference where there is one, else the reply of the demonstration that asks the same."""
+    """The reference if there is one, else the reply of the demonstration that asks the same."""
     demonstrated: dict[str, str] = {}
     if type(workflow).demonstrations is not Workflow.demonstrations:
         with errors_of_users("demonstrations(200, seed=0), which returns lists of Message", workflow.demonstrations):

@@ -214,7 +214,7 @@ class Layout:
 
 
 def _places(computed_T: torch.Tensor, place_T: torch.Tensor, num_places: int, device: torch.device) -> Places:
-    """Of tokens in the order of the pack, each with its place."""
+    """The places of tokens in the order of the pack."""
     take_P = torch.zeros(num_places, dtype=torch.int64)
     take_P[place_T] = computed_T
     first_copy_U = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(computed_T).cumsum(0)])

@@ -1,4 +1,4 @@
-"""A base model made on the spot: the stand-in for a download where no model hub is reachable.
+"""A base model made on the spot: the stand-in for a download if no model hub is reachable.
 
 In: demonstrations (chat conversations). Out: a folder in HF layout with a tiny Qwen2-architecture model and a
 character tokenizer, taught by supervised training to a middling level that reinforcement learning then lifts.
