@@ -70,7 +70,7 @@ def is_loopback(host: str) -> bool:
 
 
 def create_app(store: ObjectStore, *, host: str = "127.0.0.1", token: str = "") -> FastAPI:
-    """The server of a store's runs, listening on `host`. Without a token, everybody who reaches it may ask."""
+    """The server of a store's runs, listening on `host`. Without a token, every client that reaches it may ask."""
     pages = Pages(store)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 

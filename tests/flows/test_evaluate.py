@@ -1,5 +1,5 @@
 """Evaluations through the real command: beside a training, killed in the middle, without one attempt that works, and
-one that fails its gate, of which somebody is told."""
+one that fails its gate, of which a notification tells."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def inbox() -> Iterator[Inbox]:
 
 @pytest.fixture
 def notifying(tmp_path: Path, inbox: Inbox) -> Iterator[Home]:
-    """Services of its own, as `make up` starts them where somebody is to be told."""
+    """Services of its own, as `make up` starts them with a destination for notifications."""
     home = Home(tmp_path, "")
     home.environment |= {"MILLRACE_NOTIFY": inbox.address}
     del home.environment["PREFECT_API_URL"]
@@ -167,7 +167,7 @@ asyncio.run(evaluate(run="scripted", gate_score=float(sys.argv[1])))
 
 
 @pytest.mark.slow
-def test_somebody_is_told_of_a_policy_that_fails_its_gate_and_of_a_flow_run_that_fails(
+def test_a_notification_tells_of_a_policy_that_fails_its_gate_and_of_a_flow_run_that_fails(
     notifying: Home, inbox: Inbox, base_model: Path
 ) -> None:
     home, api = notifying, f"{_server(notifying)}/api"
@@ -247,7 +247,7 @@ def _log_of(home: Home, service: str) -> str:
     return (home.path / "logs" / f"{service}.log").read_text()[-4000:]
 
 
-def test_up_refuses_a_destination_that_nobody_can_be_told_at_before_anything_starts(tmp_path: Path) -> None:
+def test_up_refuses_an_unusable_destination_before_anything_starts(tmp_path: Path) -> None:
     home = Home(tmp_path, "")
     for wrong in ("gibberish://secret-token", "https://hooks.example.com/secret-token", "nobody"):
         home.environment["MILLRACE_NOTIFY"] = wrong

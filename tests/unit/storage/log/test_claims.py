@@ -268,7 +268,7 @@ def test_a_step_says_what_it_owes_to_anything_but_the_run_file(
     assert follows_until(state) == ((1, "") if owed == NOTHING else (0, owed))
     log.append(a_shard("s1", [a_summary(9)]))
     older = log.append(a_step(log.state, trained=["0.task9"]))
-    assert follows_until(older)[0] == (owed == NOTHING), "nobody knows of a step from before it was recorded"
+    assert follows_until(older)[0] == (owed == NOTHING), "unknown for a step from before it was recorded"
     log.append(Quarantine(shard_id="s1", reason="damaged"))
     assert owed_by(log.state, claim, a_config(**RULES)) == "shard s1 was lost, and its prompts ran again"
 

@@ -285,7 +285,7 @@ def test_remax_subtracts_the_greedy_reward_and_needs_both() -> None:
 
 
 def _gdpo(parts: np.ndarray, weights: np.ndarray, groups: np.ndarray, ddof: int, eps: float) -> np.ndarray:
-    """`parts` has shape [B, K], NaN where null."""
+    """`parts` has shape [B, K], NaN for None."""
     sums, silent = np.zeros(len(parts)), np.isnan(parts).all(axis=1)
     for rows in (np.flatnonzero(groups == group) for group in np.unique(groups)):
         for rewards, weight in zip(parts[rows].T, weights, strict=True):
