@@ -142,7 +142,7 @@ async def measure(*, steps: int, seeds: int, batch_size: int, model: Path | None
         scratch = Path(folder)
         if model is None:
             demonstrations = Arithmetic().demonstrations(50_000, seed=0)
-            make_base_model(scratch / "base", demonstrations, seed=0, **WarmupSettings().model_dump())
+            make_base_model(scratch / "base", demonstrations, WarmupSettings(), seed=0)
         bench = Bench(model or scratch / "base", scratch)
         try:
             await bench.start()

@@ -217,22 +217,16 @@ def _speed(num_tokens: int, started: tuple[float, float]) -> dict[str, float]:
 
 def make_policies(folder: Path, *, hidden_size: int, num_layers: int) -> list[Path]:
     """Two random models of one architecture, with a tokenizer of ASCII characters."""
+    from settings.warmup import WarmupSettings
     from trainers.model.warmup import make_base_model
 
+    settings = WarmupSettings(
+        hidden_size=hidden_size, num_layers=num_layers, num_steps=1, batch_size=2, learning_rate=1e-4
+    )
     chat = [Message(role="user", content="?"), Message(role="assistant", content=CHARACTERS, is_completion=True)]
     policies = [folder / f"policy{seed}" for seed in range(2)]
     for seed, policy in enumerate(policies):
-        make_base_model(
-            policy,
-            [chat] * 2,
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            target_loss=0.0,
-            num_steps=1,
-            batch_size=2,
-            learning_rate=1e-4,
-            seed=seed,
-        )
+        make_base_model(policy, [chat] * 2, settings, seed=seed)
     return policies
 
 

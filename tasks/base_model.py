@@ -107,7 +107,7 @@ def make_model(*, store: str, config: RunConfig) -> str:
 
     with staging_folder(cache_folder()) as scratch:
         folder = scratch / "model"
-        make_base_model(folder, demonstrations, seed=config.seed, **config.warmup.model_dump())
+        make_base_model(folder, demonstrations, config.warmup, seed=config.seed)
         its.put_folder(folder, key, last=DIGEST_FILE, given=True)
     return key
 

@@ -212,7 +212,7 @@ def make_model(workload: Workload, folder: Path) -> None:
     from trainers.model.warmup import make_base_model
 
     demonstrations = Arithmetic().demonstrations(50_000, 0)
-    make_base_model(folder, demonstrations, seed=0, **WarmupSettings().model_dump())
+    make_base_model(folder, demonstrations, WarmupSettings(), seed=0)
 
 
 def _random_model(folder: Path) -> None:
