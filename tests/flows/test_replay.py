@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,10 +28,6 @@ def _log(home: Home) -> RunLog:
     return open_run(LocalStore(home.path / "store"), "scripted")
 
 
-def _replay(home: Home, *arguments: str) -> dict[str, Any]:
-    return dict(json.loads(home.run("replay", "scripted", *arguments, "--json").stdout))
-
-
 def test_the_rewards_a_rescore_computes_again_are_the_recorded_ones(rescored: Home) -> None:
     log = _log(rescored)
     files = log.state.rescored["parity"].files
@@ -47,7 +42,10 @@ def test_the_rewards_a_rescore_computes_again_are_the_recorded_ones(rescored: Ho
 
 def test_a_span_from_the_base_policy_comes_out_as_recorded_on_rescored_rewards(rescored: Home, tmp_path: Path) -> None:
     entries = _log(rescored).state.entries
-    result = _replay(rescored, "--from", "1", "--rewards", "parity", "--save", str(tmp_path / "kept"))
+    span = ["--from", "1", "--rewards", "parity", "--save", str(tmp_path / "kept")]
+    done = rescored.run("replay", "scripted", *span, "--json")
+    assert "starting from the base policy" in done.stderr and "6 of 6: step 6, same weights" in done.stderr
+    result = json.loads(done.stdout)
     state = _log(rescored).state
     steps = state.steps
     assert state.entries == entries, "a replay commits nothing"
@@ -60,7 +58,8 @@ def test_a_span_from_the_base_policy_comes_out_as_recorded_on_rescored_rewards(r
 
 
 def test_one_change_from_the_nearest_state_is_reported_with_how_far_it_leads(finished: Home) -> None:
-    result = _replay(finished, "--from", "4", "--to", "5", "--loss", "cispo", "train.loss.clip_high=0.1")
+    span = ["--from", "4", "--to", "5", "--loss", "cispo", "train.loss.clip_high=0.1"]
+    result = json.loads(finished.run("replay", "scripted", *span, "--json").stdout)
     assert result["plan"] == {"resumed_from": 2, "first": 4, "last": 5} and result["start_identical"]
     assert result["changes"] == {
         "train.loss.kind": "clip → cispo",
