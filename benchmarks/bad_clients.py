@@ -163,10 +163,10 @@ async def bad(base_url: str, count: int, over_seconds: float) -> dict[str, int]:
                 writer.write(no_key + b"content-length: 800000000\r\n\r\n" + b"x" * 65536)
             elif kind == "no HTTP":
                 writer.write(b"\x16\x03\x01" + b"x" * 512)
-            answer = b""
+            response = b""
             with contextlib.suppress(OSError):
-                answer = await reader.read(4096)
-            statuses[answer.split()[1].decode() if answer else "closed"] += 1
+                response = await reader.read(4096)
+            statuses[response.split()[1].decode() if response else "closed"] += 1
         writer.close()
 
     async def later(number: int) -> None:

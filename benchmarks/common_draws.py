@@ -127,7 +127,7 @@ def _mean_reward(groups: Sequence[RolloutGroup]) -> float:
 
 
 def variances(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
-    """Of the difference between two losses, whose numbers are in the order of their seeds."""
+    """The variance of the difference between two losses, whose numbers are in the order of their seeds."""
     same = statistics.variance(a - b for a, b in zip(one, other, strict=True))
     pairs = [(a, b) for (n, a), (m, b) in itertools.product(enumerate(one), enumerate(other)) if n != m]
     mean = statistics.fmean(one) - statistics.fmean(other)
@@ -137,25 +137,25 @@ def variances(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
 
 async def measure(*, steps: int, seeds: int, batch_size: int, model: Path | None) -> dict[str, Any]:
     """All runs, and what follows from them."""
-    found: dict[str, list[list[float]]] = {loss: [] for loss in LOSSES}
+    curves: dict[str, list[list[float]]] = {loss: [] for loss in LOSSES}
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         scratch = Path(folder)
         if model is None:
             demonstrations = Arithmetic().demonstrations(50_000, seed=0)
-            make_base_model(scratch / "base", demonstrations, seed=0, **WarmupSettings().model_dump())
+            make_base_model(scratch / "base", demonstrations, WarmupSettings(), seed=0)
         bench = Bench(model or scratch / "base", scratch)
         try:
             await bench.start()
             for seed in range(seeds):
                 for loss in LOSSES:
                     numbers = await bench.run(loss, seed=seed, steps=steps, batch_size=batch_size)
-                    found[loss].append(numbers)
+                    curves[loss].append(numbers)
                     print(loss, seed, *(f"{number:.3f}" for number in numbers), flush=True)
         finally:
             await bench.engine.stop()
             await bench.rewards.close()
     names = [*(f"step {step}" for step in range(2, steps + 1)), "held out"]  # before a step both are the base model
-    columns = {name: [list(each) for each in zip(*found[name], strict=True)][1:] for name in LOSSES}
+    columns = {name: [list(each) for each in zip(*curves[name], strict=True)][1:] for name in LOSSES}
     by_number = {
         name: variances(one, other) for name, one, other in zip(names, *(columns[loss] for loss in LOSSES), strict=True)
     }
@@ -169,7 +169,7 @@ async def measure(*, steps: int, seeds: int, batch_size: int, model: Path | None
         "batch_size": batch_size,
         "times_fewer_seeds": totals[0] / totals[1],
         "variance_of_the_difference": by_number,
-        "numbers": found,
+        "numbers": curves,
     }
 
 

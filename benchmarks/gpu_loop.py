@@ -57,7 +57,7 @@ MODES: dict[str, dict[str, Any]] = {
     "split-1": {"max_staleness": 1, "engine.share": "split"},
 }
 CHANGES = ("sleep", "take_device", "leave_device", "wake")
-"""Of whose turn it is; each a metric `<change>_seconds` of a step."""
+"""Changes of turn on the GPU; each is a metric `<change>_seconds` of a step."""
 
 
 class Coin(Workflow):
@@ -257,13 +257,13 @@ def summarise(
     return {**numbers, **{f"{change}_seconds": median(f"{change}_seconds") for change in CHANGES}, **memory}
 
 
-def bars(found: Mapping[str, Mapping[str, float]], *, cold_starts: tuple[int, int]) -> dict[str, tuple[float, bool]]:
+def bars(results: Mapping[str, Mapping[str, float]], *, cold_starts: tuple[int, int]) -> dict[str, tuple[float, bool]]:
     """Name of each bar → its number, and whether that is good enough; only of what was measured."""
     made: dict[str, tuple[float, bool]] = {}
     started, tried = cold_starts
     if tried:
         made["cold starts, of " + str(tried)] = (started, started == tried)
-    phases, split, ahead = (found.get(mode) for mode in ("phases-0", "split-0", "split-1"))
+    phases, split, ahead = (results.get(mode) for mode in ("phases-0", "split-0", "split-1"))
     if phases:
         held = phases.get("engine_bytes_while_training", 0) / GIB
         made["GiB of a sleeping engine, at most 1"] = (held, held <= 1)
@@ -353,7 +353,7 @@ def main() -> None:
     on_gpu = options.device == "cuda"
     names = ("shape", "rounds", "prompts", "attempts", "max_tokens")
     work = Work(**{name: getattr(options, name) for name in names}, on_gpu=on_gpu)
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     started = 0
     with tempfile.TemporaryDirectory(prefix="millrace-loop-") as folder:
         scratch = Path(folder)
@@ -367,16 +367,16 @@ def main() -> None:
                 print(error, file=sys.stderr)
         for mode in sorted(options.mode or work.modes, key=lambda mode: mode == "trl"):  # it keeps the GPU's memory
             if mode == "trl":
-                found[mode] = run_trl(work, scratch / "model", scratch / "trl")
+                results[mode] = run_trl(work, scratch / "model", scratch / "trl")
                 continue
             ran = run_mode(work, mode, scratch / "model", scratch / mode)
-            found[mode] = summarise(*ran, work, parameters=parameters, peak=options.peak_tflops * 1e12)
-            print(mode, json.dumps(found[mode], indent=1), flush=True)
-    made = bars(found, cold_starts=(started, options.cold_starts)) if on_gpu else {}
+            results[mode] = summarise(*ran, work, parameters=parameters, peak=options.peak_tflops * 1e12)
+            print(mode, json.dumps(results[mode], indent=1), flush=True)
+    made = bars(results, cold_starts=(started, options.cold_starts)) if on_gpu else {}
     for name, (number, holds) in made.items():
         print(f"{'holds' if holds else 'MISSED':6}  {number:10.3f}  {name}")
     if options.json:
-        report = {"work": vars(work), "parameters": parameters, "machine": platform.platform(), "modes": found}
+        report = {"work": vars(work), "parameters": parameters, "machine": platform.platform(), "modes": results}
         options.json.write_text(json.dumps({**report, "bars": made}, indent=1) + "\n")
 
 

@@ -213,7 +213,7 @@ def make_packs(
 
 
 def flops_of(model: PolicyModel, packs: list[Pack]) -> float:
-    """Of one step; the formula is at the head of this file."""
+    """The operations of one step; the formula is at the head of this file."""
     config: Any = model.causal_lm.config
     linear = sum(m.weight.numel() for m in model.layers.modules() if isinstance(m, torch.nn.Linear))
     linear += config.vocab_size * config.hidden_size

@@ -168,7 +168,7 @@ def _send(proof: Callable[[], str], sender: Any) -> None:
 def _said(proof: Callable[[], str], scratch: Path) -> str:
     try:
         return proof()
-    except Exception as error:  # noqa: BLE001 - said in the row
+    except Exception as error:  # noqa: BLE001 - it is in the row
         import traceback
 
         traceback.print_exc()
@@ -236,8 +236,8 @@ def _trained(base: Path, policy: Path, whole: Path, **settings: Any) -> str:
             return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no mapping
 
     assert shapes(whole) == shapes(base), "other tensors than the base"
-    _, told = AutoModelForCausalLM.from_pretrained(whole, output_loading_info=True)
-    assert not told["missing_keys"] and not told["unexpected_keys"], told
+    _, loading = AutoModelForCausalLM.from_pretrained(whole, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"], loading
     return "yes"
 
 

@@ -103,9 +103,9 @@ def make_model(folder: Path) -> None:
     """The smallest there is; in a process of its own, so that this one stays light."""
     make = (
         "import sys; from pathlib import Path; from examples.arithmetic import Arithmetic; "
-        "from trainers.model.warmup import make_base_model; "
-        "make_base_model(Path(sys.argv[1]), Arithmetic().demonstrations(200, seed=0), hidden_size=32, num_layers=2, "
-        "target_loss=0.1, num_steps=2, batch_size=16, learning_rate=1e-3, seed=0)"
+        "from settings.warmup import WarmupSettings; from trainers.model.warmup import make_base_model; "
+        "settings = WarmupSettings(hidden_size=32, target_loss=0.1, num_steps=2, batch_size=16, learning_rate=1e-3); "
+        "make_base_model(Path(sys.argv[1]), Arithmetic().demonstrations(200, seed=0), settings, seed=0)"
     )
     subprocess.run([sys.executable, "-c", make, str(folder)], cwd=ROOT, check=True, capture_output=True)
 

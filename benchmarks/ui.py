@@ -47,9 +47,9 @@ from storage.shards.codec import COMPRESSION, shard_table
 
 RUN = "benchmark"
 SECONDS_PER_STEP = 5.0
-"""Of the run that is followed."""
+"""How often the run that is followed takes a step."""
 FIRST_PARTS = ("overview", "steps", "environments")
-"""What the page asks for before anybody scrolls."""
+"""What the page asks for before its reader scrolls."""
 _DRAWN = """
 const plots = [...document.querySelectorAll(".plot")];
 const shown = plots.filter(plot => plot.getBoundingClientRect().top < innerHeight);
@@ -117,8 +117,8 @@ def _group(place: int) -> RolloutGroup:
     turn = Turn(
         context_ids=[2], sampled_ids=[12, 1], logprobs=[-0.5, -0.1], weight_versions=[0, 0], finish_reason="stop"
     )
-    said = [Message(role="user", content="3"), Message(role="assistant", content="7", is_completion=True)]
-    attempts = [Trajectory(attempt=n, turns=[turn], messages=said, status="ok", reward=1.0) for n in range(ATTEMPTS)]
+    chat = [Message(role="user", content="3"), Message(role="assistant", content="7", is_completion=True)]
+    attempts = [Trajectory(attempt=n, turns=[turn], messages=chat, status="ok", reward=1.0) for n in range(ATTEMPTS)]
     task = Task(id=f"task{place}", prompt="3")
     return RolloutGroup(
         id=f"0.task{place}", task=task, position=place, epoch=0, expected=ATTEMPTS, trajectories=attempts
@@ -182,9 +182,9 @@ class Browser:
             async with asyncio.timeout(MOST_SECONDS):
                 while True:
                     await socket.send(json.dumps({"id": 2, "method": "Runtime.evaluate", "params": asked}))
-                    while (answer := json.loads(await socket.recv())).get("id") != 2:
+                    while (reply := json.loads(await socket.recv())).get("id") != 2:
                         pass
-                    if milliseconds := answer.get("result", {}).get("result", {}).get("value"):
+                    if milliseconds := reply.get("result", {}).get("result", {}).get("value"):
                         return float(milliseconds)
                     await asyncio.sleep(0.02)
 
@@ -194,7 +194,7 @@ class Browser:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Of a process and its children."""
+    """Processor seconds of a process and its children."""
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     return sum(each.user + each.system for each in times)
 

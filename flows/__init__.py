@@ -1,4 +1,4 @@
-"""Prefect flows. Whoever imports one has turned the telemetry of all libraries off: Prefect reads it at its import."""
+"""Prefect flows. Importing one turns the telemetry of all libraries off first: Prefect reads that at its import."""
 
 import contextlib
 import os

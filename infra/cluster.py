@@ -311,8 +311,7 @@ class Cluster:
 
         self._watch.check()
         log_file = self.log_file(log_name)
-        actor_class = ray.remote(Host).options(max_concurrency=100, **options)
-        actor = actor_class.remote(path, str(log_file), self._environment)
+        actor = ray.remote(Host).options(max_concurrency=100, **options).remote(path, str(log_file), self._environment)
         return Hosted(name, log_file, actor, self._watch, placement)
 
     @property
@@ -348,9 +347,8 @@ class Cluster:
         hosted, self._hosted = self._hosted, []
         # Side by side: on a node that is gone, what was to take the place of the dead never answers.
         closed = await asyncio.gather(*map(close, hosted), return_exceptions=True)
-        for error in closed:
-            if isinstance(error, BaseException):
-                raise error
+        if errors := [each for each in closed if isinstance(each, BaseException)]:
+            raise errors[0]
 
     async def __aexit__(self, *_: object) -> None:
         import ray

@@ -64,15 +64,15 @@ async def _base_model(session: RunSession, config: RunConfig) -> Policy:
 @contextlib.asynccontextmanager
 async def _progress_of(log_file: Path) -> AsyncIterator[None]:
     """Pass on how far the process has come that makes the model, which is in its log: now and then, and at the end."""
-    begin, said = log_file.stat().st_size if log_file.exists() else 0, ""
+    begin, last_line = log_file.stat().st_size if log_file.exists() else 0, ""
 
     def say() -> None:
-        nonlocal said
+        nonlocal last_line
         if log_file.exists():
             lines = re.findall(r"base model: .*", log_file.read_bytes()[begin:].decode(errors="replace"))
-            if lines and lines[-1] != said:
-                said = lines[-1]
-                logger.info("%s", said)
+            if lines and lines[-1] != last_line:
+                last_line = lines[-1]
+                logger.info("%s", last_line)
 
     async def say_again_and_again() -> None:
         for line in itertools.count(1):
@@ -107,7 +107,7 @@ def make_model(*, store: str, config: RunConfig) -> str:
 
     with staging_folder(cache_folder()) as scratch:
         folder = scratch / "model"
-        make_base_model(folder, demonstrations, seed=config.seed, **config.warmup.model_dump())
+        make_base_model(folder, demonstrations, config.warmup, seed=config.seed)
         its.put_folder(folder, key, last=DIGEST_FILE, given=True)
     return key
 

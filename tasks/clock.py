@@ -72,7 +72,7 @@ class RoundClock:
         self.next_round()
 
     async def metrics(self, shards: Sequence[Shard], *, num_producers: int) -> dict[str, float]:
-        """Of the round that a step with these shards ends."""
+        """The metrics of the round that a step with these shards ends."""
         return {
             **split_wait(self.waited_seconds, shards, num_producers=num_producers),
             "publish_seconds": self.publish_seconds,

@@ -30,7 +30,7 @@ from tasks.session import run_log
 logger = logging.getLogger("millrace.evaluation")
 
 _STANDARD_ERRORS = 3
-"""By so many a score falls that is no noise."""
+"""A score that falls by more than this is no noise."""
 
 
 class EvaluationFailed(UserError):
@@ -67,7 +67,7 @@ def warn_of_greedy_attempts(settings: EvaluationSettings) -> None:
 
 
 def raise_if_failed(evaluation: Evaluation) -> None:
-    """Raise `EvaluationFailed` where every attempt failed. The entry stays in the log, and nothing takes its score."""
+    """Raise `EvaluationFailed` if every attempt failed. The entry stays in the log, and nothing takes its score."""
     if problem := failure_of(evaluation):
         raise EvaluationFailed(problem)
 

@@ -297,7 +297,7 @@ class Fleet:
             )
 
     async def swap(self, policy: Policy) -> list[WeightUpdate | None]:
-        """Serve a policy from the store; what each living worker answers. `produce` replaces the dead."""
+        """Serve a policy from the store; returns each living worker's reply. `produce` replaces the dead."""
         return await _of_the_living(worker.call("publish", policy) for worker in self.workers.values())
 
     async def _broadcast(self, policy: Policy, trainer: TrainerHandle) -> list[WeightUpdate | None] | None:
@@ -306,7 +306,7 @@ class Fleet:
         if engine.weight_transfer == "store" or not workers:
             return None
         ready = [trainer.call("can_send", policy.version), *(worker.call("can_receive") for worker in workers)]
-        if any(answer is not True for answer in await asyncio.gather(*ready, return_exceptions=True)):
+        if any(reply is not True for reply in await asyncio.gather(*ready, return_exceptions=True)):
             return None
         try:
             host, port = await trainer.rendezvous()
@@ -324,10 +324,10 @@ class Fleet:
             worker.call("receive", policy, dataclasses.replace(broadcast, first_rank=1 + number * engine.num_gpus))
             for number, worker in enumerate(workers)
         )
-        _, answers = await asyncio.gather(
+        _, replies = await asyncio.gather(
             asyncio.gather(trainer.call("send_policy", broadcast), return_exceptions=True), _of_the_living(receiving)
         )
-        return answers
+        return replies
 
     # ── Where they stand ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -355,12 +355,12 @@ class Fleet:
 
 
 async def _of_the_living(calls: Iterable[Awaitable[Result]]) -> list[Result]:
-    """What workers answer; the dead are left out. Raises the first other error."""
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException) and not isinstance(answer, WorkerDied):
-            raise answer
-    return [answer for answer in answers if not isinstance(answer, BaseException)]
+    """The replies of living workers. Raises the first other error."""
+    replies = await asyncio.gather(*calls, return_exceptions=True)
+    for reply in replies:
+        if isinstance(reply, BaseException) and not isinstance(reply, WorkerDied):
+            raise reply
+    return [reply for reply in replies if not isinstance(reply, BaseException)]
 
 
 def _kind(checksum: str) -> str:

@@ -69,7 +69,7 @@ class Housekeeping:
     def __init__(self, log: RunLog, config: RunConfig) -> None:
         """`log` is for background threads, which fold it one at a time, under `teller_lock`."""
         settings, recorded = config.retention, run_config(log)
-        # A run that began before there was the table keeps everything, unless somebody has written the table since.
+        # A run that began before there was the table keeps everything, unless the user has written the table since.
         self._every = settings.every if "retention" in recorded or settings.model_fields_set else 0
         self._config, self._log, self._is_busy, self._has_failed, self._announced = config, log, False, False, False
         self._done_at: int | None = None

@@ -53,7 +53,7 @@ class _Following(Generic[Made]):
         self.follower = make()
         self.is_away = False
         self.num_entries = 0
-        """Of the log, those that the place had at the last contact."""
+        """Entries of the log that the place had at the last contact."""
 
     def tell(self) -> Sequence[Registration]:
         """Call its `sync`; an outage is said once, and whatever else goes wrong is no reason to end a training."""
@@ -87,7 +87,7 @@ class TrackingMirror:
         self.run_page = ""
         """The run's page, from MLflow's address on, once MLflow has the run."""
         self.log = RunLog(log.store, log.run_id)
-        """Of background threads, which fold it under `teller_lock`."""
+        """The log as background threads fold it, under `teller_lock`."""
         self._is_trainer = is_trainer
         self._told_at = 0.0
         self._mlflow = _Following(lambda: Registry(self.log, tracking_uri=self.uri))

@@ -112,7 +112,7 @@ class SharedDevice:
                 self._enter(Phase.TRAINING)
                 yield
             finally:
-                while self.phase is not Phase.TRAINING:  # cancelled on the way: nobody is on the device by now
+                while self.phase is not Phase.TRAINING:  # cancelled on the way: the device is free by now
                     self._enter(NEXT[self.phase])
                 await self._change(Phase.LEAVING, "leave_device", self._trainers())
                 self._enter(Phase.FREE)

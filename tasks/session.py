@@ -61,7 +61,7 @@ logger = logging.getLogger("millrace.session")
 Result = TypeVar("Result")
 
 LAST_WORDS_SECONDS = 8.0
-"""For MLflow, when a run stops or fails: Prefect kills a process 30 s after Cancel."""
+"""How long MLflow has to answer when a run stops or fails: Prefect kills a process 30 s after Cancel."""
 
 
 class RunSession:

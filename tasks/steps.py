@@ -21,7 +21,7 @@ from infra.cluster import WorkerDied
 from infra.liveness import RayLost
 from settings.errors import DiskFull, UserError
 from settings.run_file import RunConfig
-from storage.log.claims import has_sampled_all, next_claim, next_part, streams
+from storage.log.claims import has_sampled_all, next_claim, streams
 from storage.log.entries import Claim, ClaimedGroup, Step
 from storage.log.run_state import RunState
 from tasks.checks.learning_rate import FIRST_STEPS, nothing_moves
@@ -108,7 +108,7 @@ class _Streamed:
         if not self._is_on or not trainer.is_open or (self._task is not None and not self._task.done()):
             return
         self._is_on = self._task is None or self._task.result()
-        claim = next_part(state, self._config, self.parts) if self._is_on else None
+        claim = next_claim(state, self._config, self.parts, whole=False) if self._is_on else None
         if claim is not None:
             self.parts.append(claim.trained[-claim.parts[-1] :])
             self._task = asyncio.create_task(trainer.begin_step(claim))

@@ -80,19 +80,11 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def a_base_model(folder: Path, *, hidden_size: int = 32) -> Path:
     """An arithmetic base model after two supervised steps: the right shape, and knowing nothing."""
     from examples.arithmetic import Arithmetic
+    from settings.warmup import WarmupSettings
     from trainers.model.warmup import make_base_model
 
-    make_base_model(
-        folder,
-        Arithmetic().demonstrations(200, seed=0),
-        hidden_size=hidden_size,
-        num_layers=2,
-        target_loss=0.1,
-        num_steps=2,
-        batch_size=16,
-        learning_rate=1e-3,
-        seed=0,
-    )
+    settings = WarmupSettings(hidden_size=hidden_size, target_loss=0.1, num_steps=2, batch_size=16, learning_rate=1e-3)
+    make_base_model(folder, Arithmetic().demonstrations(200, seed=0), settings, seed=0)
     return folder
 
 

@@ -181,8 +181,8 @@ COVERED_BY = {
     "make soak": "test_growth_of_the_disk_and_of_a_process_is_judged_in_bytes",
     "make chaos": "test_every_fault_has_its_outcome_and_none_changes_the_weights",
     "make lock*": "needs uv, two package indexes and many minutes, and changes the lock",
-    "make down && MILLRACE_NOTIFY=*": "needs somebody to tell; a webhook of the test's own: "
-    "test_somebody_is_told_of_a_policy_that_fails_its_gate_and_of_a_flow_run_that_fails",
+    "make down && MILLRACE_NOTIFY=*": "needs a destination; a webhook of the test's own: "
+    "test_a_notification_tells_of_a_policy_that_fails_its_gate_and_of_a_flow_run_that_fails",
     "millrace up": f"what `make up` runs: {_QUICK}",
     "millrace stop RUN": f"needs a training: {_QUICK}",
     "millrace produce RUN *": "test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once",

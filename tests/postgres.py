@@ -4,7 +4,7 @@ In: nothing. Out: a port, a user and a password, for as long as the context last
 
     install what is missing (Debian package, as root) ─▶ initdb ─▶ postgres ─▶ … ─▶ stopped and deleted again
 
-PostgreSQL refuses to run as root: there it runs as the account its package made, elsewhere as whoever runs the tests.
+PostgreSQL refuses to run as root: there it runs as the account its package made, elsewhere as the tests' own user.
 """
 
 from __future__ import annotations

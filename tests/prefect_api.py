@@ -11,7 +11,7 @@ PATIENCE = 200.0  # seconds
 
 
 def ask(method: str, url: str, document: dict[str, Any] | None = None) -> Any:
-    """The JSON of its answer, null where that is empty. Raises `httpx.HTTPStatusError` for a refusal."""
+    """The JSON of its answer, None if that is empty. Raises `httpx.HTTPStatusError` for a refusal."""
     deadline = time.monotonic() + PATIENCE
     # A connection for each request: the server closes idle ones, now and then as one is used again.
     while (answer := httpx.request(method, url, json=document, timeout=PATIENCE)).status_code == 503:

@@ -8,8 +8,8 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -69,26 +69,37 @@ MORE_SIBLINGS = {
 """Rooms where splitting would lie. The last two hold programs that nothing imports, side by side."""
 
 
+@functools.cache
 def _files() -> list[Path]:
     return sorted(path.relative_to(ROOT) for folder in PRODUCT for path in (ROOT / folder).rglob("*.py"))
 
 
-def _tree(file: Path) -> ast.Module:
-    return ast.parse((ROOT / file).read_text(), filename=str(file))
+class _Source(NamedTuple):
+    """What the tests ask of a file, so that each is parsed once."""
 
-
-def _imports(file: Path) -> Iterator[str]:
+    imports: list[str]
     """Dotted names of every imported module, in functions and under `if` too."""
-    for node in ast.walk(_tree(file)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}:{node.lineno} imports relatively; write the whole path"
-            assert node.module is not None
-            # `from storage import records` names a module too.
-            yield from (
-                f"{node.module}.{alias.name}" if node.module in PRODUCT else node.module for alias in node.names
-            )
+    classes: list[str]
+    of_torch: list[str]
+    """Names that are looked up in `torch`."""
+
+
+@functools.cache
+def _source(file: Path) -> _Source:
+    source = _Source([], [], [])
+    for node in ast.walk(ast.parse((ROOT / file).read_text(), filename=str(file))):
+        match node:
+            case ast.Import():
+                source.imports.extend(alias.name for alias in node.names)
+            case ast.ImportFrom(module=module, level=level):
+                assert level == 0 and module, f"{file}:{node.lineno} imports relatively; write the whole path"
+                # `from storage import records` names a module too.
+                source.imports.extend(f"{module}.{a.name}" if module in PRODUCT else module for a in node.names)
+            case ast.ClassDef(name=name):
+                source.classes.append(name)
+            case ast.Attribute(value=ast.Name(id="torch"), attr=name):
+                source.of_torch.append(name)
+    return source
 
 
 def _room(name: str) -> str:
@@ -111,7 +122,7 @@ def _import_graph() -> dict[str, set[str]]:
     return {
         name: {
             known
-            for module in _imports(file)
+            for module in _source(file).imports
             for known in (module, module.rpartition(".")[0])  # the last part may be a name in the module
             if known in modules and known != name
         }
@@ -214,7 +225,7 @@ def test_only_workers_reach_past_the_records_into_the_store():
     reaching = {
         str(file)
         for file in _files()
-        if file.parts[0] in ("rollouts", "trainers") and durable.intersection(_imports(file))
+        if file.parts[0] in ("rollouts", "trainers") and durable.intersection(_source(file).imports)
     }
     # A replay and a rescore start from what is committed, as the workers do.
     replaying = {"trainers/run_trainer.py", "trainers/replay.py", "rollouts/rewards/rescoring.py"}
@@ -229,7 +240,9 @@ def test_only_workers_reach_past_the_records_into_the_store():
 
 
 def test_examples_import_nothing_of_ours_but_the_public_face():
-    used = {module.split(".")[0] for file in _files() if file.parts[0] == "examples" for module in _imports(file)}
+    used = {
+        module.split(".")[0] for file in _files() if file.parts[0] == "examples" for module in _source(file).imports
+    }
     assert used & set(PRODUCT) == {"examples", "millrace"}
 
 
@@ -239,7 +252,7 @@ def test_each_library_lives_in_its_rooms():
     broken = [
         f"{file} imports {module}, which docs/architecture.md has in other rooms"
         for file in _files()
-        for module in _imports(file)
+        for module in _source(file).imports
         if (library := module.split(".")[0]) in at_home
         and library not in rooms[_room(str(file))]
         and file.parts[0] not in MAY_USE_ANY_LIBRARY
@@ -249,22 +262,14 @@ def test_each_library_lives_in_its_rooms():
 
 
 def test_no_exception_outlives_its_reason():
-    used = {(str(file), module.split(".")[0]) for file in _files() for module in _imports(file)}
+    used = {(str(file), module.split(".")[0]) for file in _files() for module in _source(file).imports}
     assert used >= LIBRARY_EXCEPTIONS
 
 
 def test_nothing_is_pickled():
-    importing = {str(file): m for file in _files() for m in _imports(file) if m.split(".")[0] in PICKLES}
+    importing = {str(file): m for file in _files() for m in _source(file).imports if m.split(".")[0] in PICKLES}
     assert importing.keys() == MAY_PICKLE, importing
-    pickling = [
-        f"{file}:{node.lineno} torch.{node.attr}"
-        for file in _files()
-        for node in ast.walk(_tree(file))
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and (node.value.id, node.attr) in {("torch", "save"), ("torch", "load")}
-    ]
-    assert not pickling
+    assert not [file for file in _files() if {"save", "load"}.intersection(_source(file).of_torch)]
 
 
 def test_init_files_are_empty():
@@ -283,8 +288,7 @@ def test_names_say_what_they_hold():
     for file in _files():
         assert not VAGUE_FILES & set(file.with_suffix("").parts), file
         assert not VAGUE_WORDS & {word for name in file.with_suffix("").parts for word in name.split("_")}, file
-        classes = [node.name for node in ast.walk(_tree(file)) if isinstance(node, ast.ClassDef)]
-        assert not [c for c in classes if c.lower().endswith(tuple(VAGUE_WORDS))], file
+        assert not [c for c in _source(file).classes if c.lower().endswith(tuple(VAGUE_WORDS))], file
 
 
 def test_files_stay_readable():

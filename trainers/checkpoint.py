@@ -105,7 +105,7 @@ def load_state(trainer: Trainer, folder: Path) -> int:
         optimizer.state.pop(parameter, None)
         copy_into(parameter, tensors[f"weight/{name}"])
         if f"exp_avg/{name}" in tensors:
-            # On the parameter's device, where a fused optimizer reads it.
+            # On the parameter's device: a fused optimizer reads it there.
             state = {"step": tensors[f"step/{name}"].to(parameter.device)}
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter)

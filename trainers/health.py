@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 Reduce = Callable[[np.ndarray], np.ndarray]
-"""The element-wise sum over ranks of a float64 array, the same on every rank; the identity where there is one."""
+"""The element-wise sum over ranks of a float64 array, the same on every rank; the identity if there is one rank."""
 
 _BINS_PER_DECADE = 40
 _FIRST, _LAST = -9 * _BINS_PER_DECADE, 3 * _BINS_PER_DECADE

@@ -42,8 +42,8 @@ def make_optimizer(
 
 
 def learning_rate(step: int, *, peak: float, warmup_steps: int, schedule: Schedule, decay_steps: int) -> float:
-    """Of optimizer step `step`, counted from 1: linear up to `peak` at `warmup_steps`, then kept, or down to 0 at
-    `decay_steps`, along a line or half a cosine; 0 after that.
+    """The rate of optimizer step `step`, counted from 1: linear up to `peak` at `warmup_steps`, then kept, or down
+    to 0 at `decay_steps`, along a line or half a cosine; 0 after that.
 
     >>> [learning_rate(s, peak=1.0, warmup_steps=2, schedule="linear", decay_steps=6) for s in (1, 2, 4, 6)]
     [0.5, 1.0, 0.5, 0.0]

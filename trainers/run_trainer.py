@@ -106,7 +106,7 @@ class RunTrainer:
         return None
 
     def _version(self, step: int) -> int:
-        """Of the arithmetic of a step: that with which it is recorded, and of a new one that of the step before."""
+        """The version of a step's arithmetic: the recorded one, and for a new step that of the step before."""
         steps = self.log.state.steps
         return version_of(steps[min(step, len(steps)) - 1].arithmetic) if steps else ARITHMETIC
 
@@ -157,7 +157,7 @@ class RunTrainer:
 
         results = on_every_rank(read_them)
         if damaged := next((result for result in results if len(result) > 1), None):
-            raise DamagedShard(*damaged)  # on every rank, also where the file is fine
+            raise DamagedShard(*damaged)  # on every rank, also if its file is fine
         agreed(results, what=f"batch for step {claim.step}")
         return read[0]
 
@@ -252,7 +252,7 @@ class RunTrainer:
         return {**nothing, **self.trainer.step_without_gradient(step=claim.step)}
 
     def _give_back(self) -> None:
-        """Of a large model blocks are of other sizes each time, so what is kept fits the next ones less and less."""
+        """Blocks of a large model have other sizes each time, so what is kept fits the next ones less and less."""
         if self.policy_bytes >= _LARGE:
             give_back_freed_memory()
 

@@ -105,29 +105,29 @@ class Update:
         self.sums = {key: self.sums.get(key, 0.0) + value for key, value in sums.items()}
 
 
-class Taken(NamedTuple):
-    """An optimizer update that was taken."""
+class UpdateSums(NamedTuple):
+    """What an optimizer update left behind."""
 
     sums: dict[str, float]  # over trained tokens of all ranks
     norms: dict[str, float]  # of gradients
     gap: dict[str, float]  # to the engine, of the step's first update
 
 
-def step_metrics(samples: Samples, taken: Sequence[Taken]) -> dict[str, float]:
+def step_metrics(samples: Samples, updates: Sequence[UpdateSums]) -> dict[str, float]:
     """What a step's updates add up to, and what its samples are."""
     totals: dict[str, float] = {}
-    for update in taken:
+    for update in updates:
         totals = {key: totals.get(key, 0.0) + value for key, value in update.sums.items()}
     # Before the first update the trainer holds the step's base policy: staleness and the engine make the rest.
-    start = {**taken[0].gap}
-    first, (k3, ratio, squared) = taken[0].sums["tokens"], (taken[0].sums.get(name, 0.0) for name in OFF_POLICY)
+    start = {**updates[0].gap}
+    first, (k3, ratio, squared) = updates[0].sums["tokens"], (updates[0].sums.get(name, 0.0) for name in OFF_POLICY)
     if first:
         start["off_policy_kl"] = k3 / first
         start["effective_sample_size"] = ratio**2 / max(1e-30, first * squared)
     for name in OFF_POLICY:
         totals.pop(name, None)
     num_tokens = totals.pop("tokens")
-    means = {name: totals.pop(name) / len(taken) for name in ("loss", *ROUTER_TERMS) if name in totals}
+    means = {name: totals.pop(name) / len(updates) for name in ("loss", *ROUTER_TERMS) if name in totals}
     loads = load_metrics(totals)
     return {
         **means,
@@ -135,7 +135,7 @@ def step_metrics(samples: Samples, taken: Sequence[Taken]) -> dict[str, float]:
         **mean_metrics(totals, num_tokens=num_tokens),
         **metrics_of_rewards(samples),
         **start,
-        **{name: float(np.mean([update.norms[name] for update in taken])) for name in taken[0].norms},
+        **{name: float(np.mean([update.norms[name] for update in updates])) for name in updates[0].norms},
         "trained_rows": float(samples.num_rows),
         "trained_groups": float(len(np.unique(samples.groups_B))),
     }

@@ -42,7 +42,7 @@ from trainers.objective.credit import Looked, assign_credit
 from trainers.objective.objective import loss_inputs, needs_entropy_grad, objective, off_policy_sums, with_routers
 from trainers.optimizer import Ema, clip_gradient, learning_rate, make_optimizer, scale_gradients, zero_gradients
 from trainers.refusals import refuse_options
-from trainers.step_batch import StepBatch, Taken, Update, lag_and_in_time, minibatches, step_batch, step_metrics
+from trainers.step_batch import StepBatch, Update, UpdateSums, lag_and_in_time, minibatches, step_batch, step_metrics
 
 
 class Trainer:
@@ -107,23 +107,23 @@ class Trainer:
         self.begun = None
         lag_T, in_time_T = lag_and_in_time(samples, settings, base_version=base_version, max_staleness=max_staleness)
         batch = None if begun else self._batch(samples, in_time_T, base_version=base_version)
-        updates = [np.arange(samples.num_rows)]
+        rows_of_updates = [np.arange(samples.num_rows)]
         if batch is not None:
-            updates = list(minibatches(samples, settings, seed=self._config.seed, step=step))
-        taken = []
+            rows_of_updates = list(minibatches(samples, settings, seed=self._config.seed, step=step))
+        updates: list[UpdateSums] = []
         trains = self._trains_policy(step)
-        for number, rows in enumerate(updates):
+        for number, rows in enumerate(rows_of_updates):
             update = begun or Update(number=number)
             if batch is not None:
-                self._accumulate(update, batch, rows, progress=number / len(updates), trains_policy=trains)
-            taken.append(
+                self._accumulate(update, batch, rows, progress=number / len(rows_of_updates), trains_policy=trains)
+            updates.append(
                 self._conclude(update, samples, rows, base_version=base_version, trains_policy=trains, max_gap=max_gap)
             )
         counts = begun or batch
         assert counts is not None
         replayed = {"routes_replayed": counts.num_routed / max(1, counts.num_trained)}
         return {
-            **step_metrics(samples, taken),
+            **step_metrics(samples, updates),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "trained_tokens": float(counts.num_trained),
             "measured_groups": float(counts.num_measured),
@@ -273,7 +273,7 @@ class Trainer:
         base_version: int,
         trains_policy: bool,
         max_gap: float,
-    ) -> Taken:
+    ) -> UpdateSums:
         """Take the update, whose gradients are there."""
         if not update.num_packs:
             zero_gradients(optimizer for optimizer, _ in self._optimizers)
@@ -297,7 +297,7 @@ class Trainer:
         norms = self._apply(samples.names(rows), number=update.number, trains_policy=trains_policy)
         keys = sorted(update.sums)
         of_all_ranks = self._sum(np.array([update.sums[key] for key in keys])).tolist()
-        return Taken(dict(zip(keys, of_all_ranks, strict=True)), norms, gap)
+        return UpdateSums(dict(zip(keys, of_all_ranks, strict=True)), norms, gap)
 
     def _divide(self, update: Update) -> None:
         """Gradients, and the losses that made them, by what the weights of parts were not divided by."""

@@ -61,7 +61,7 @@ def make_groups(num_rows: int) -> list[RolloutGroup]:
     def attempt(number: int, prompt: list[int]) -> Trajectory:
         swapped = 150 if number == 0 else 0  # a new policy arrives in the middle of one attempt in eight
         turns = [turn(list(prompt), 500, [5] * 500), turn(ids(50), 300, [5] * swapped + [6] * (300 - swapped))]
-        said = [
+        chat = [
             Message(role=role, content=text(tokens), is_completion=role == "assistant")
             for one in turns
             for role, tokens in (("user", one.context_ids), ("assistant", one.sampled_ids))
@@ -69,7 +69,7 @@ def make_groups(num_rows: int) -> list[RolloutGroup]:
         return Trajectory(
             attempt=number,
             turns=turns,
-            messages=said,
+            messages=chat,
             status="ok",
             reward=float(draw.random()),
             reward_parts={"exact": 1.0, "format": 0.5},

@@ -90,7 +90,7 @@ class Workload:
     """Millrace's [rollout] table."""
     temperature: float = 1.0
     dtype: str = "float32"
-    """Of weights and arithmetic, on either side; Millrace's optimizer has float32 weights in any case."""
+    """The type of weights and arithmetic, on either side; Millrace's optimizer has float32 weights in any case."""
     trl: dict[str, Any]
     """TRL's arguments that depend on the sizes; guesses, not the result of a search."""
 
@@ -128,7 +128,7 @@ TAIL = dataclasses.replace(
     train={"num_threads": 1},
     rollout={},
 )
-"""For `benchmarks.two_settings` alone."""
+"""Only `benchmarks.two_settings` uses it."""
 
 ARITHMETIC = Workload(
     name="arithmetic",
@@ -212,7 +212,7 @@ def make_model(workload: Workload, folder: Path) -> None:
     from trainers.model.warmup import make_base_model
 
     demonstrations = Arithmetic().demonstrations(50_000, 0)
-    make_base_model(folder, demonstrations, seed=0, **WarmupSettings().model_dump())
+    make_base_model(folder, demonstrations, WarmupSettings(), seed=0)
 
 
 def _random_model(folder: Path) -> None:

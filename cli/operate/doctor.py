@@ -120,8 +120,8 @@ def check_lock() -> Finding:
     stamp = PROJECT / ".venv" / ".device"
     device = stamp.read_text().strip() if stamp.exists() else "cpu"
     names = [f"{device}.lock", *([f"{device}-test.lock"] if stamp.with_name(".installed-test").exists() else [])]
-    found = list(importlib.metadata.distributions())[::-1]  # of two with one name Python takes the first
-    versions = {canonicalize_name(package.name): package.version for package in found}
+    packages = list(importlib.metadata.distributions())[::-1]  # of two with one name Python takes the first
+    versions = {canonicalize_name(package.name): package.version for package in packages}
     wrong = []
     text = "\n".join((PROJECT / "requirements" / name).read_text() for name in names)
     rows = [line.split("#")[0].strip() for line in text.splitlines()]

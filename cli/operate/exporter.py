@@ -37,7 +37,7 @@ _GAUGES = {
     "quarantined_shards": "Shards that must not be trained.",
     "phase_seconds": "Wall-clock of the last round by phase; all but `round` and `rollout` add up to it.",
     "step_metric": "Metrics of the last step, docs/metrics.md.",
-    "suspicious_gap": "Of the metric `engine_gap`: where the run warns, which depends on its `train.dtype`.",
+    "suspicious_gap": "The value of `engine_gap` from which the run warns; it depends on `train.dtype`.",
     "score": "Held-out score of the newest policy that was asked as the run asks, by split.",
     "score_tasks": "Tasks that it is the mean over.",
     "champion_version": "Policy with the alias champion.",

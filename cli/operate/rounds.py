@@ -34,8 +34,8 @@ def rounds_table(steps: Iterable[Step], scores: Sequence[Evaluation], *, wanted:
     for name, width in {**_WIDTHS, **{name: max(3, len(name)) for name in _PHASES}}.items():
         table.add_column(name, justify="right", no_wrap=True, min_width=width)
     for step in steps:
-        known = [evaluation.score for evaluation in scores if evaluation.version <= step.claim.base_version]
-        table.add_row(*_cells(step, wanted=wanted, score=known[-1] if known else None))
+        so_far = [evaluation.score for evaluation in scores if evaluation.version <= step.claim.base_version]
+        table.add_row(*_cells(step, wanted=wanted, score=so_far[-1] if so_far else None))
     return table
 
 

@@ -169,36 +169,36 @@ def status_table(status: dict[str, Any], *, one_line_each: bool = False) -> Tabl
 
 def _facts(status: dict[str, Any]) -> dict[str, str]:
     """What there is to say, by name; empty for what does not deserve a line."""
-    known = {key: value for key, value in status.items() if value is not None}
+    present = {key: value for key, value in status.items() if value is not None}
     steps = counted(status["step"], "step")
-    of = f"{status['step']} of {known['target_steps']}" if "target_steps" in known else str(status["step"])
+    of = f"{status['step']} of {present['target_steps']}" if "target_steps" in present else str(status["step"])
     version = "none yet"
-    if "weight_version" in known:
+    if "weight_version" in present:
         version = f"{status['weight_version']}, weights {status['weights_sha256'][:12]}"
     begun = "not yet"
-    if "begun_at" in known:
-        ended = f", ended {_at(status['ended_at'])}" if "ended_at" in known else ", not at its last step"
+    if "begun_at" in present:
+        ended = f", ended {_at(status['ended_at'])}" if "ended_at" in present else ", not at its last step"
         worked = f"worked {lasted(status['wall_seconds'])} in {counted(status['sessions'], 'session')}"
         begun = f"{_at(status['begun_at'])}{ended}; {worked}"
     parts = ("trained", "filtered", "stale", "failed", "cancelled", "pending")
     groups = " + ".join(f"{status[part]} {part}" for part in parts if status[part])
     return {
         "run": status["run"],
-        "ended": known.get("ended", ""),
-        "workflow": known.get("workflow", ""),
-        "model": known.get("model", "made from the workflow's demonstrations" if "workflow" in known else ""),
-        "steps": of + (f", paused: {status['paused']}" if "paused" in known else ""),
+        "ended": present.get("ended", ""),
+        "workflow": present.get("workflow", ""),
+        "model": present.get("model", "made from the workflow's demonstrations" if "workflow" in present else ""),
+        "steps": of + (f", paused: {status['paused']}" if "paused" in present else ""),
         "time": begun,
-        "as filed": known.get("reproducible", ""),
-        "reward": reward_text(status) if "reward_steps" in known else "",
+        "as filed": present.get("reproducible", ""),
+        "reward": reward_text(status) if "reward_steps" in present else "",
         "held-out": _held_out(status),
-        "policy": version + (f"; champion {status['champion']}" if "champion" in known else "; no champion"),
-        "MLflow": f"{status['mlflow_model']} version {status['mlflow_version']}" if "mlflow_model" in known else "",
+        "policy": version + (f"; champion {status['champion']}" if "champion" in present else "; no champion"),
+        "MLflow": f"{status['mlflow_model']} version {status['mlflow_version']}" if "mlflow_model" in present else "",
         "groups": f"{status['submitted']} submitted" + (f" = {groups}" if groups else ""),
         "shards": f"{status['shards']} with {counted(status['trajectories'], 'training row')}, "
         f"{status['quarantined']} quarantined",
         "memory": f"at most {status['peak_memory_bytes'] / 2**30:.2f} GiB in {steps}" if status["step"] else "",
-        "weights": known.get("policy", ""),
+        "weights": present.get("policy", ""),
         "settings": ", ".join(f"{key} = {_value(value)}" for key, value in status["settings"].items())
         or "all at their defaults",
     }

@@ -120,10 +120,8 @@ def print_values(values: dict[str, Any], console: Console) -> None:
         table.add_row(f"[dim]{name}[/]", escape(_shown(key, value)))
     console.print(table)
     for name, device in (values["devices"] or {}).items():
-        taken = (
-            f", {size(device['total'] - device['free'])} taken by others" if device["free"] < device["total"] else ""
-        )
-        console.print(f"{name}: about {size(device['needed'])} of {size(device['total'])}{taken}, estimated from sizes")
+        held = f", {size(device['total'] - device['free'])} taken by others" if device["free"] < device["total"] else ""
+        console.print(f"{name}: about {size(device['needed'])} of {size(device['total'])}{held}, estimated from sizes")
     console.print("nothing was started; leave --dry-run out to train")
 
 

@@ -31,7 +31,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """The run's name."""
         return self._log.run_id
 
     @property

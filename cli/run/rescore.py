@@ -77,7 +77,7 @@ def rescore(
 
 def _print(log: RunLog, result: Rescored, console: Console) -> None:
     """The report for people."""
-    table = plain_table("split", "attempts", "null", "mean old → new", "changed", "correlation")
+    table = plain_table("split", "attempts", "None", "mean old → new", "changed", "correlation")
     for split, comparison in result.comparisons.items():
         means = f"{comparison.means[0]:.4f} → {comparison.means[1]:.4f}" if comparison.means else "-"
         correlation = "-" if comparison.correlation is None else f"{comparison.correlation:.4f}"
@@ -93,7 +93,7 @@ def _print(log: RunLog, result: Rescored, console: Console) -> None:
     )
     if result.failures:
         counts = ", ".join(f"{count} {reason}" for reason, count in result.failures.items())
-        console.print(f"[yellow]null instead of a reward: {escape(counts)}[/]; the first: {escape(result.first_error)}")
+        console.print(f"[yellow]None instead of a reward: {escape(counts)}[/]; the first: {escape(result.first_error)}")
     for shard_id, reason in result.skipped.items():
         console.print(f"[yellow]shard {escape(shard_id)} was left out[/]: {escape(reason)}", soft_wrap=True)
     if log.state.step:

@@ -1,6 +1,6 @@
 """The consoles that commands print on.
 
-In: which stream. Out: a rich console that prints no control character but its own, whoever chose the words. Outside of
+In: which stream. Out: a rich console that prints no control character but its own, whatever text it prints. Outside of
 a terminal nothing is folded or cut, so that `millrace runs | grep` finds whole names; there a line is as long as what
 it says.
 """

@@ -60,7 +60,7 @@ def versions_of(row: Mapping[str, Any]) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """At most so many characters, the last of them `…` where some are missing."""
+    """At most so many characters, the last of them `…` if some are missing."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

@@ -69,7 +69,8 @@ class Colorist:
                 return by_logprob(row)
 
     def _advantage(self, row: Mapping[str, Any]) -> Coloring:
-        """By the run's own settings, from the rewards of the group's attempts; `InvalidInput` if it needs more."""
+        """Advantages by the run's own settings, from the rewards of the group's attempts. Raises `InvalidInput` if they
+        need more."""
         import torch
 
         from settings.train import TrainSettings

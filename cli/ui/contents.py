@@ -11,8 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from cli.ui.curves import Curve, short
+from cli.ui.curves import Curve, short, spans_of, width_of
+from settings.errors import counted
+from settings.redaction import without_secrets
 from storage.log.run_log import RunLog
+from storage.log.runs import run_config
+from storage.shards.failed_attempts import kinds_of, newest_failures
 from storage.views.queries import Queries, open_queries
 
 MOST_POINTS = 240
@@ -22,6 +26,9 @@ MOST_LAGS = 16
 NUM_LEVELS = 9
 """Rows of the picture of rewards over steps."""
 MOST_REASONS = 8
+MOST_NOTES = 8
+MOST_FAILURES = 1000
+"""The newest failed attempts, which are counted by kind."""
 
 
 class Opened:
@@ -37,6 +44,47 @@ class Opened:
     @functools.cached_property
     def rewards(self) -> tuple[float, float]:
         return reward_range(self.queries)
+
+
+def contents_of(opened: Opened) -> dict[str, Any]:
+    """All that the page draws of the shards at once."""
+    log, queries, rewards = opened.log, opened.queries, opened.rewards
+    config = run_config(log)
+    training, bound = config.get("train", {}), math.ceil(config.get("max_staleness", 0))
+    steps = log.state.step
+    width = width_of(steps, MOST_POINTS)
+    spans = spans_of(steps, width)
+    lags = token_lags(queries, steps_per_update=training.get("steps_per_update", 1))
+    policy, stale = training.get("stale_policy", "strict"), log.state.counters()["stale"]
+    return {
+        "spans": spans,
+        "rewards": rewards,
+        "lengths": reply_lengths(queries, len(spans), width),
+        "staleness": staleness(lags, bound=bound, policy=policy, stale_groups=stale),
+        "lags": lag_bars(lags, bound=bound),
+        "shards": shard_versions(queries),
+        "levels": reward_levels(queries, len(spans), width, rewards),
+        "losses": losses(queries),
+        "failures": [
+            {"number": number, "id": failure.id, "error": without_secrets(failure.error)}
+            for number, failure in kinds_of(newest_failures(log, MOST_FAILURES, include_eval=True))[:MOST_NOTES]
+        ],
+        "notes": _left_out(log, queries),  # last: a damaged shard is known once it has been read
+    }
+
+
+def _left_out(log: RunLog, queries: Queries) -> list[str]:
+    gone = log.state.quarantined.keys() | log.state.retired_shards  # the overview has them
+    notes = [
+        f"shard {shard_id} is left out: {why}" for shard_id, why in queries.left_out.items() if shard_id not in gone
+    ]
+    if len(notes) > MOST_NOTES:
+        notes[MOST_NOTES:] = [f"and {counted(len(notes) - MOST_NOTES, 'more shard')}"]
+    if notes:
+        notes.append(
+            "The log's counts and rewards of these shards are in here, their tokens and conversations are not."
+        )
+    return notes
 
 
 def reward_range(queries: Queries) -> tuple[float, float]:
@@ -132,7 +180,7 @@ def lag_bars(lags: list[tuple[int, int]], *, bound: int) -> list[dict[str, Any]]
 
 
 def shard_versions(queries: Queries) -> dict[str, list[float]]:
-    """Of each training shard, in commit order: oldest and newest version that sampled it, and that trained on it.
+    """For each training shard, in commit order: oldest and newest version that sampled it, and that trained on it.
 
     NaN if nothing was sampled or trained; `width` is the number of neighbours merged into one.
     """

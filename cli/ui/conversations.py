@@ -28,16 +28,16 @@ class Limits:
 
     messages: int
     characters: int
-    """Of one message."""
+    """Most characters of one message."""
     tokens: int
-    """Of one attempt, shared by its turns, of which each keeps at least `fewest_tokens`."""
+    """Most tokens of one attempt, shared by its turns; each turn keeps at least `fewest_tokens`."""
     fewest_tokens: int = 40
 
 
 SHORT = Limits(messages=16, characters=1500, tokens=600)
 """In a list, and in a report."""
 LONG = Limits(messages=400, characters=40_000, tokens=8000)
-"""For an attempt that was opened."""
+"""The limits of an attempt that was opened."""
 
 _ATTEMPT = """
 SELECT r.*, r.group_id || '/' || r.attempt AS id, g.outcome, g.step, g.mean_reward, g.reject_reason AS rejected

@@ -25,7 +25,7 @@ from cli.traj.coloring import COLORS, Colorist
 from cli.traj.finding import find_failure, find_trajectories
 from cli.ui import contents, search
 from cli.ui.conversations import LONG, attempts_of, conversation, tokenizer_of
-from cli.ui.curves import TIME, Curves, lanes, spans_of, time_budget, width_of
+from cli.ui.curves import TIME, Curves, lanes, time_budget
 from cli.ui.groups import group_lists
 from cli.ui.metrics import described
 from cli.ui.prompts import VISITS, prompt_history
@@ -40,13 +40,9 @@ from storage.log.run_log import RunLog
 from storage.log.runs import RunLogs, is_training, open_run, outcome, run_config
 from storage.log.scores import failure_of, own_scores
 from storage.objects.object_store import ObjectStore
-from storage.shards.failed_attempts import kinds_of, newest_failures
 from storage.views.lineage import policy_lineage
-from storage.views.queries import Queries, open_queries
+from storage.views.queries import open_queries
 
-MOST_NOTES = 8
-MOST_FAILURES = 1000
-"""The newest failed attempts, which are counted by kind."""
 MOST_SESSIONS = 20
 MOST_SHARDS = 40
 """Shards of a policy's lineage."""
@@ -215,8 +211,8 @@ def _notes(log: RunLog) -> list[str]:
     notes = [f"shard {shard_id} is quarantined: {why}" for shard_id, why in state.quarantined.items()]
     failed = [failure_of(evaluation) for evaluation in state.evaluations if evaluation.failed]
     for sentences, noun in ((notes, "quarantined shard"), (failed, "failed evaluation")):
-        if len(sentences) > MOST_NOTES:
-            sentences[MOST_NOTES:] = [f"and {counted(len(sentences) - MOST_NOTES, f'more {noun}')}"]
+        if len(sentences) > contents.MOST_NOTES:
+            sentences[contents.MOST_NOTES :] = [f"and {counted(len(sentences) - contents.MOST_NOTES, f'more {noun}')}"]
     notes += [f"{text[0].upper()}{text[1:]}." for text in failed]
     if retired := sum(shard_id in state.shards for shard_id in state.retired_shards):  # the rest never were in the log
         shards = counted(retired, "shard")
@@ -301,46 +297,6 @@ _LIGHT: dict[str, Part] = {
 # ── from the shards ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _contents(opened: contents.Opened) -> dict[str, Any]:
-    log, queries, rewards = opened.log, opened.queries, opened.rewards
-    config = run_config(log)
-    training, bound = config.get("train", {}), math.ceil(config.get("max_staleness", 0))
-    steps = log.state.step
-    width = width_of(steps, contents.MOST_POINTS)
-    spans = spans_of(steps, width)
-    lags = contents.token_lags(queries, steps_per_update=training.get("steps_per_update", 1))
-    policy, stale = training.get("stale_policy", "strict"), log.state.counters()["stale"]
-    return {
-        "spans": spans,
-        "rewards": rewards,
-        "lengths": contents.reply_lengths(queries, len(spans), width),
-        "staleness": contents.staleness(lags, bound=bound, policy=policy, stale_groups=stale),
-        "lags": contents.lag_bars(lags, bound=bound),
-        "shards": contents.shard_versions(queries),
-        "levels": contents.reward_levels(queries, len(spans), width, rewards),
-        "losses": contents.losses(queries),
-        "failures": [
-            {"number": number, "id": failure.id, "error": without_secrets(failure.error)}
-            for number, failure in kinds_of(newest_failures(log, MOST_FAILURES, include_eval=True))[:MOST_NOTES]
-        ],
-        "notes": _left_out(log, queries),  # last: a damaged shard is known once it has been read
-    }
-
-
-def _left_out(log: RunLog, queries: Queries) -> list[str]:
-    gone = log.state.quarantined.keys() | log.state.retired_shards  # the overview has them
-    notes = [
-        f"shard {shard_id} is left out: {why}" for shard_id, why in queries.left_out.items() if shard_id not in gone
-    ]
-    if len(notes) > MOST_NOTES:
-        notes[MOST_NOTES:] = [f"and {counted(len(notes) - MOST_NOTES, 'more shard')}"]
-    if notes:
-        notes.append(
-            "The log's counts and rewards of these shards are in here, their tokens and conversations are not."
-        )
-    return notes
-
-
 def _groups(opened: contents.Opened) -> dict[str, Any]:
     return {"lists": group_lists(opened.log, opened.queries), "rewards": opened.rewards}
 
@@ -374,7 +330,7 @@ def _trajectories(opened: contents.Opened, held_out: str = "", **asked: str) -> 
 
 
 _HEAVY: dict[str, Part] = {
-    "contents": _contents,
+    "contents": contents.contents_of,
     "groups": _groups,
     "prompts": _prompts,
     "trajectory": _trajectory,

@@ -73,8 +73,8 @@ def find(
         conditions.append("(starts_with(prompt_id, $4 || '/') OR starts_with(prompt_id, $4 || ':'))")
     matches: dict[str, str] = {}
     if words:
-        found = open_index(log).find(SearchQuery(words), filters, count=_MOST_MATCHES)
-        matches = {match.id: match.shard_id for match in found}
+        best_first = open_index(log).find(SearchQuery(words), filters, count=_MOST_MATCHES)
+        matches = {match.id: match.shard_id for match in best_first}
         parameters.append(list(matches))
         conditions.append(f"id IN (SELECT unnest(${3 + len(parameters)}::VARCHAR[]))")
         shard_ids = list(dict.fromkeys(matches.values()))

@@ -70,7 +70,7 @@ def is_loopback(host: str) -> bool:
 
 
 def create_app(store: ObjectStore, *, host: str = "127.0.0.1", token: str = "") -> FastAPI:
-    """The server of a store's runs, listening on `host`. Without a token, everybody who reaches it may ask."""
+    """The server of a store's runs, listening on `host`. Without a token, every client that reaches it may ask."""
     pages = Pages(store)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -157,7 +157,7 @@ def _is_ours(named: str, host: str) -> bool:
         return False
     try:
         ipaddress.ip_address(named)
-        return True  # nobody can point an address elsewhere
+        return True  # no other name can lead to an address
     except ValueError:
         return named in (socket.gethostname(), socket.getfqdn())
 

@@ -51,7 +51,7 @@ from storage.log.run_state import Conflict
 from storage.log.runs import open_run, run_config
 from storage.objects.digests import sha256_of_json
 from storage.objects.opening import open_store
-from storage.records import RolloutGroup, Sampling
+from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.codec import Provenance
 from storage.shards.failed_attempts import failed_attempts
 from storage.shards.shards import commit_shard
@@ -93,6 +93,7 @@ class RolloutWorker:
             log=self.log, config=self.config, served=self.served, leases=self.leases, executor=self._executor
         )
         self._failures = Failures()
+        self._tasks: dict[str, Sequence[Task]] = {}  # by split, once it was evaluated
         self._collected_at = time.perf_counter()  # when the newest shard was complete, or the next was released
 
     @classmethod
@@ -332,7 +333,10 @@ class RolloutWorker:
         `InvalidInput` for an empty split, other tasks than the run has had unless `adopt_tasks`, or a version the run
         does not have, or not any more.
         """
-        split, tasks = settings.split, self.player.workflow.tasks(settings.split)
+        split = settings.split
+        if split not in self._tasks:
+            self._tasks[split] = self.player.workflow.tasks(split)
+        tasks = self._tasks[split]
         async with self.served.pin:
             if version is not None:
                 await self.served.load(version)

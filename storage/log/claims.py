@@ -115,8 +115,11 @@ Parts = Sequence[Sequence[ClaimedGroup]]
 """Groups of the next step whose gradients the trainer has, or has been given to add up, in that order."""
 
 
-def next_claim(state: RunState, config: RunConfig, parts: Parts = ()) -> Claim | None:
+def next_claim(state: RunState, config: RunConfig, parts: Parts = (), *, whole: bool = True) -> Claim | None:
     """What the next step takes, of which the trainer has `parts`; None if the pending groups do not suffice.
+
+    If not `whole`: what has finished since `parts`, as one more part; None while that is too little. Only for settings
+    that `waits_for_batch` has nothing against: what can be trained now is then in the next whole claim, too.
 
     It trains the first `batch_size` groups that were accepted and are within the staleness bound: those with the oldest
     token, because the next step may be too late for them, and of these the first in prompt order. Pending groups that
@@ -140,15 +143,21 @@ def next_claim(state: RunState, config: RunConfig, parts: Parts = ()) -> Claim |
         pending = _first_attempted(pending, config.batch_size)
     reasons = {group.id: _reason(group, live.version, config) for group in pending}
     trainable = [group for group in pending if not reasons[group.id][0]]
-    begun = _begun(trainable, parts)
-    if begun is None:
-        begun, parts = {}, ()
-    enough = config.rollout.dynamic_batch or len(pending) >= config.rollout.max_attempts * config.batch_size
-    if not pending or (len(trainable) < config.batch_size and not enough):
-        return None
+    by_id = {group.id: group for group in trainable}
+    begun = [group.group_id for part in parts for group in part]
+    if is_lost := not by_id.keys() >= set(begun):
+        begun, parts = [], ()
+    ready = [group for group in trainable if group.id not in begun][: config.batch_size - len(begun)]
     # Groups finish in any order; trained in prompt order, the same groups give bit-identical weights.
-    left = [group for group in trainable if group.id not in begun][: config.batch_size - len(begun)]
-    trained = [*begun.values(), *sorted(left, key=lambda group: group.position)]
+    trained = [*(by_id[each] for each in begun), *sorted(ready, key=lambda group: group.position)]
+    if whole:
+        enough = config.rollout.dynamic_batch or len(pending) >= config.rollout.max_attempts * config.batch_size
+        if not pending or (len(trainable) < config.batch_size and not enough):
+            return None
+    elif is_lost or len(ready) < smallest_part(config):
+        return None
+    else:
+        pending = trained  # the whole claim has the outcomes of the others
     if in_order and len(trained) == config.batch_size:  # what is behind it belongs to the next batch
         pending = [group for group in pending if group.position <= trained[-1].position]
     if not trained and config.rollout.on_nothing_accepted == "fail":
@@ -167,36 +176,7 @@ def next_claim(state: RunState, config: RunConfig, parts: Parts = ()) -> Claim |
         trained=claimed(trained),
         **passed_over,
         fallback="" if trained else config.rollout.on_nothing_accepted,
-        parts=[size for size in (*map(len, parts), len(left)) if size] if parts else [],
-    )
-
-
-def next_part(state: RunState, config: RunConfig, parts: Parts) -> Claim | None:
-    """A claim of all `parts` and of what has finished since, which is another; None while that is too little.
-
-    Only for settings that `waits_for_batch` has nothing against: what is pending and can be trained is then in the next
-    claim, whatever finishes later.
-    """
-    live = state.live
-    assert live is not None, "a run has its base policy before anything is claimed"
-    pending = [state.groups[group_id] for group_id in state.pending]
-    trainable = [group for group in pending if not _reason(group, live.version, config)[0]]
-    begun = _begun(trainable, parts)
-    if begun is None:
-        return None
-    ready = sorted((group for group in trainable if group.id not in begun), key=lambda group: group.position)
-    ready = ready[: config.batch_size - len(begun)]
-    if len(ready) < smallest_part(config):
-        return None
-    groups = [ClaimedGroup(shard_id=state.shard_of[group.id], group_id=group.id) for group in (*begun.values(), *ready)]
-    return Claim(
-        step=state.step + 1,
-        base_version=live.version,
-        trained=groups,
-        stale=[],
-        filtered=[],
-        failed=[],
-        parts=[*map(len, parts), len(ready)],
+        parts=[size for size in (*map(len, parts), len(ready)) if size] if parts or not whole else [],
     )
 
 
@@ -235,13 +215,6 @@ def waits_for_batch(config: RunConfig) -> str:
 def streams(config: RunConfig) -> bool:
     """True if gradients of finished groups are added up before the batch is there."""
     return config.train.stream and not waits_for_batch(config)
-
-
-def _begun(trainable: Sequence[GroupSummary], parts: Parts) -> dict[str, GroupSummary] | None:
-    """The groups of the parts by id, in their order; None if one can no longer be trained."""
-    by_id = {group.id: group for group in trainable}
-    ids = [group.group_id for part in parts for group in part]
-    return {each: by_id[each] for each in ids} if by_id.keys() >= set(ids) else None
 
 
 def num_counted(state: RunState, config: RunConfig) -> int:

@@ -121,8 +121,8 @@ class Registry:
             ]
             self._log_batch({"millrace.config_sha256": sha256_of_json(self._config)}, params=parameters)
         self.num_entries = cursor
-        for block in _blocks(self._log.entries[cursor:]):
-            self._send(block)
+        for block, metrics in _blocks(self._log.entries[cursor:], self._config.get("evaluation", {})):
+            self._send(block, metrics)
             self.num_entries = block[-1].number + 1
         with self._skipping_refusals("aliases and description"):
             model = self._client.get_registered_model(self.model_name)
@@ -148,8 +148,8 @@ class Registry:
         run = self._client.get_run(self._ensure_run())
         return dict(run.data.tags), run.info.status
 
-    def _send(self, block: Sequence[LogEntry]) -> None:
-        """Send some entries, and the cursor last."""
+    def _send(self, block: Sequence[LogEntry], metrics: Sequence[Any]) -> None:
+        """Send some entries and their metrics, and the cursor last."""
         with self._skipping_refusals("the shards that steps were trained on"):
             self._log_shards([entry.body for entry in block if isinstance(entry.body, Step)])
         for entry in block:
@@ -176,12 +176,6 @@ class Registry:
                     self._traces.send(
                         entry, experiment_id=self._experiment_id, run_id=self._run_id, find_model=self._versions.get
                     )
-        metrics = [
-            metric
-            for entry in block
-            if _has_point(entry)
-            for metric in _metrics(entry, self._config.get("evaluation", {}))
-        ]
         self._log_batch({_CURSOR: str(block[-1].number + 1)}, metrics=metrics)
 
     def _log_batch(self, tags: dict[str, str], **more: Any) -> None:
@@ -348,28 +342,27 @@ class Registry:
         return f"{store}/{policy.path}"
 
 
-def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
-    """Entries whose metrics fit into one call."""
+def _blocks(entries: Sequence[LogEntry], settings: dict[str, Any]) -> Iterator[tuple[list[LogEntry], list[Any]]]:
+    """Entries whose metrics fit into one call, and these: none of a step that is not charted."""
     block: list[LogEntry] = []
+    charted_ones: list[Any] = []
     num_metrics = 0
     for entry in entries:
-        more = len(charted(entry, {})[1])
-        if block and num_metrics + more > _MOST_METRICS:
-            yield block
-            block, num_metrics = [], 0
+        metrics = _metrics(entry, settings)
+        if block and num_metrics + len(metrics) > _MOST_METRICS:
+            yield block, charted_ones
+            block, charted_ones, num_metrics = [], [], 0
         block.append(entry)
-        num_metrics += more
+        num_metrics += len(metrics)
+        if not isinstance(entry.body, Step) or _is_charted(entry.body.claim.step):
+            charted_ones += metrics
     if block:
-        yield block
+        yield block, charted_ones
 
 
 def _is_charted(step: int) -> bool:
-    return step == 0 or step % math.ceil(step / ALL_POINTS) == 0
-
-
-def _has_point(entry: LogEntry) -> bool:
     """False for those steps of a long run whose metrics MLflow does not get."""
-    return not isinstance(entry.body, Step) or _is_charted(entry.body.claim.step)
+    return step == 0 or step % math.ceil(step / ALL_POINTS) == 0
 
 
 def _metrics(entry: LogEntry, settings: dict[str, Any]) -> list[Any]:

@@ -29,7 +29,7 @@ _FAR = 10
 
 
 def num_parameters(config: RunConfig) -> int | None:
-    """Of the run's model; None if it is not on this machine."""
+    """Parameters of the run's model; None if it is not on this machine."""
     if not config.model:
         return config.warmup.num_layers * 16 * config.warmup.hidden_size**2
     folder = local_folder(config.model)

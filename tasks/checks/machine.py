@@ -32,20 +32,21 @@ from storage.log.runs import open_run, run_config
 from storage.objects.digests import sha256_of_json
 from storage.objects.opening import open_store
 from storage.policies.model_config import stored_dtype
-from tasks.checks.memory_plan import STATE, memory_plan
+from tasks.checks.memory_demand import STATE
+from tasks.checks.memory_plan import memory_plan
 
 Dtype = Literal["float32", "bfloat16"]
 
 PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")
 """What Linux calls a processor's products in bfloat16, on x86 and on ARM."""
 FEWEST_TOKENS, SMALL_PACK, STATE_SHARE = 512, 2**30, 0.5
-"""Of a pack: tokens that it keeps in any case; bytes of activations, and their share of weights, gradients and moments,
-up to which a pack is not divided. More of them at a time would save a few hundredths of the time."""
+"""Tokens that a pack keeps in any case; bytes of activations, and their share of weights, gradients and moments, up to
+which a pack is not divided. More of them at a time would save a few hundredths of the time."""
 WORTH = 1.1
 """How many times as fast they have to be: rounding costs something too."""
 _CPU = Path("/proc/cpuinfo")
 _SECONDS = 120.0
-"""For the trial, most of it for the import of torch."""
+"""Time limit of the trial, most of which is the import of torch."""
 
 
 class Precision(NamedTuple):
@@ -97,7 +98,7 @@ def precision_text(config: RunConfig, about: Mapping[str, Any]) -> str:
 
 
 def processor() -> tuple[str, list[str]]:
-    """Its name, and which of `PRODUCTS` it has; none where Linux does not say."""
+    """Its name, and which of `PRODUCTS` it has; none if Linux does not say."""
     text = ""
     with contextlib.suppress(OSError):
         text = _CPU.read_text()

@@ -96,7 +96,7 @@ def first_tasks(tasks: Mapping[str, Sequence[Task]], count: int) -> list[tuple[s
 
 
 def known_replies(workflow: Workflow) -> Replies:
-    """The reference where there is one, else the reply of the demonstration that asks the same."""
+    """The reference if there is one, else the reply of the demonstration that asks the same."""
     demonstrated: dict[str, str] = {}
     if type(workflow).demonstrations is not Workflow.demonstrations:
         with errors_of_users("demonstrations(200, seed=0), which returns lists of Message", workflow.demonstrations):
@@ -153,11 +153,14 @@ def attempts_at(
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # the error says it
         thread = threading.Thread(target=play, daemon=True)  # a daemon, so that Ctrl-C ends it
         thread.start()
-        if not wait([ended], _BLOCKED_SECONDS).done:
+        is_slow = False
+        while not wait([ended], _BLOCKED_SECONDS).done:
             if place := place_in_thread(thread.ident):
                 what = "code without `await` has held up every attempt for %.0f s; give it to asyncio.to_thread\n%s"
                 logger.warning(what, _BLOCKED_SECONDS, place)
-            elif seconds > _BLOCKED_SECONDS:
+                break
+            if seconds > _BLOCKED_SECONDS and not is_slow:
+                is_slow = True
                 logger.warning(
                     "the references of %s have taken %.0f s, and have at most %.0f s each (rollout.attempt_timeout)",
                     counted(len(tasks), "task"),
@@ -215,10 +218,10 @@ async def _attempts(
             error = WrongWorkflow(f"{what}; raise another error, or return a score. It is at {place_of(workflow.run)}")
         except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is the outcome
             error = raised
-            traceback.clear_frames(raised.__traceback__)  # of coroutines that were not awaited, while they warn nobody
+            traceback.clear_frames(raised.__traceback__)  # coroutines that were not awaited warn while it is silent
         turns = [(turn.context_ids, turn.sampled_ids) for turn in chat.turns]
-        told = functools.partial(Outcome, is_known=chat.all_known, turns=turns, has_tools=chat.has_tools)
-        return told(reward=reward, error=error)
+        outcome = functools.partial(Outcome, is_known=chat.all_known, turns=turns, has_tools=chat.has_tools)
+        return outcome(reward=reward, error=error)
 
     async with rewards:
         try:

@@ -1,6 +1,6 @@
 """The policy of a trial: it says what the workflow expects, a character is a token, and nothing heavy is loaded.
 
-In: a task, and what is to be said. Out: a `Chat` as an attempt of a run has it.
+In: a task, and the replies to it. Out: a `Chat` as an attempt of a run has it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from storage.records import Message, Sampling, Task
 from trainers.model.fetch import local_folder
 
 Replies = Callable[[Task, Sequence[Message]], str | None]
-"""What the policy says next; None if that is not known."""
+"""The policy's next reply; None if it is not known."""
 
 _CALL_MARKS = "<[{"
 """Each format of tool calls has one of these."""
@@ -53,9 +53,9 @@ class ScriptedChat(Chat):
 
     async def complete(self, messages: Sequence[Message], **options: Any) -> Reply:
         self.has_tools = self.has_tools or bool(options.get("tools"))
-        known = self._reply(self._task, messages)
-        self.all_known = self.all_known and known is not None
-        self._next_reply = _PLAIN_REPLY if known is None else known
+        reply = self._reply(self._task, messages)
+        self.all_known = self.all_known and reply is not None
+        self._next_reply = _PLAIN_REPLY if reply is None else reply
         try:
             return await super().complete(messages, **options)
         except Unknown:

@@ -16,12 +16,12 @@ from storage.policies.policies import LARGEST_DELTA
 from storage.retention.rules import NEWEST_STATES
 from storage.tracking.registry import ALL_POINTS
 from tasks.checks.learning_rate import num_parameters
-from tasks.checks.memory_plan import ADAPTER_SHARE
+from tasks.checks.memory_demand import ADAPTER_SHARE
 from tasks.checks.preflight import about_model
 
 _TOKEN_BYTES, _ROW_BYTES = 11, 500
 _TASK_RUN_BYTES, _POINT_BYTES = 15_000, 18_000
-"""Of one step: in Prefect's database, and in MLflow's if it has the step's metrics."""
+"""What one step adds to Prefect's database, and to MLflow's if it has the step's metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Space:
 
     store: int
     everything: int
-    """Of the store, if nothing were removed."""
+    """Bytes of the store, if nothing were removed."""
     databases: int
 
 

@@ -296,20 +296,20 @@ def check_references(
         return 0
     first, seconds = first_tasks(tasks, num_tasks), config.rollout.attempt_timeout
     outcomes = attempts_at(first, workflow, config, workflow.reference_reply, seconds=seconds, loads_vllm=True)
-    told = [
+    tried = [
         (task, outcome)
         for task, outcome in zip(first, outcomes, strict=True)
         if outcome.is_known and not isinstance(outcome.error, ToolUnavailable)
     ]
     compares = type(workflow).score_group is not Workflow.score_group  # then `run` has no say
-    lost = [(split, task.id, why) for (split, task), outcome in told if (why := _lost(outcome, compares))]
+    lost = [(split, task.id, why) for (split, task), outcome in tried if (why := _lost(outcome, compares))]
     if lost:
         split, task_id, why = lost[0]
         raise InvalidInput(
             f"reference_reply does not win {len(lost)} of {len(first)} tasks. task {task_id!r} of split {split!r}: "
             f"{why}\nMend the task's answer, its reward or reference_reply, which may return None if it does not know"
         )
-    return len(told)
+    return len(tried)
 
 
 def _lost(outcome: Outcome, compares: bool) -> str:

@@ -85,7 +85,7 @@ async def failure_automations(destination: str) -> list[AutomationCore]:
     )
     tell_of_gate = SendNotification(block_document_id=block, subject=_GATE_SUBJECT, body=_GATE_BODY)
     tell_of_run = SendNotification(block_document_id=block, subject=_RUN_SUBJECT, body=_RUN_BODY)
-    description = f"Millrace makes this automation where ${NOTIFY} is set."
+    description = f"Millrace makes this automation if ${NOTIFY} is set."
     return [
         AutomationCore(name=GATE_FAILED, description=description, trigger=gate, actions=[tell_of_gate]),
         AutomationCore(name=RUN_FAILED, description=description, trigger=flow_run, actions=[tell_of_run]),

@@ -58,7 +58,7 @@ def say_outages_once(prefect_server: str) -> None:
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     logging.raiseExceptions = False  # with it, Prefect prints what it could not log
     complaining = [logging.getLogger(name) for name in _COMPLAINING]
-    if any(isinstance(known, OncePerOutage) for known in complaining[0].filters):
+    if any(isinstance(each, OncePerOutage) for each in complaining[0].filters):
         return
     once = OncePerOutage(prefect_server)
     for logger_of_prefect in complaining:

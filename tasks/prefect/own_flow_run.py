@@ -122,7 +122,7 @@ async def cancellable() -> AsyncIterator[None]:
             async with get_client() as client:
                 flow_run = OwnFlowRun(client, context.flow_run.id)
                 abort = Abort("ended")
-                # A worker's process is ended with Cancel, or as it has to go; outside of one nobody else ends a flow.
+                # A worker's process is ended with Cancel, or as it has to go; outside of one a flow is ended here only.
                 state = await flow_run.state() if "PREFECT__FLOW_RUN_ID" in os.environ else Cancelling()
                 if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
                     state = await flow_run.cancelled()

@@ -20,7 +20,7 @@ from storage.log.entries import Evaluation, Step
 from tasks.prefect.task_runs import CUT_OFF
 
 progress = logging.getLogger("millrace.progress")
-"""For pages and JSON logs; a terminal shows the run's log as a table instead."""
+"""Pages and JSON logs have its messages; a terminal shows the run's log as a table instead."""
 
 MOST_LINES = 100
 """About steps, on the page of one run."""

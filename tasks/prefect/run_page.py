@@ -81,7 +81,7 @@ class RunPage:
         self._written_at, self._written_entries = now, state.entries
         try:
             if finished:
-                self._log.refresh()  # a trainer may have committed a step that nobody was left to wait for
+                self._log.refresh()  # a trainer may have committed a step after the last wait for it
             async with asyncio.timeout(_ANSWER_SECONDS):
                 await self._write()
             self._warned = False

@@ -30,7 +30,7 @@ _expected: dict[str, int] = {}
 def cut_off_is_cancelled() -> None:
     """Let Prefect call a task run Cancelled that is cancelled: its engine calls it Crashed, as one whose process died.
 
-    The engine asks nobody what an exception means, so this replaces its function.
+    No hook of the engine says what an exception means, so this replaces its function.
     """
     task_engine.exception_to_crashed_state = _state_of
 

@@ -35,11 +35,11 @@ GIVEN_UP: dict[str, Any] = {"accepted": False, "reject_reason": "cancelled: 4 up
 PACE = 0.01
 """Seconds that generation would take; nothing waits for it to be over."""
 ENDING = "ending"
-"""Once this key is in the store, prompts stop at its number and everybody works up to there."""
+"""Once this key is in the store, prompts stop at its number and all producers work up to there."""
 
 
 def produce(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> None:
-    """Commit groups at positions nobody has committed yet."""
+    """Commit groups at positions that are not committed yet."""
     draw, log = _start(uri, run_id, seed, environment)
     for number in itertools.count():
         state = log.refresh()
@@ -118,7 +118,7 @@ def _start(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> tup
 
 
 def _free_positions(state: RunState, end: int, draw: random.Random) -> list[int]:
-    """A few of the first prompts nobody has committed, not always the very first: producers are not in step."""
+    """A few of the first prompts that are not committed, not always the very first: producers are not in step."""
     first = next(position for position in range(len(state.positions) + 1) if position not in state.positions)
     window = [position for position in range(first, end or first + 16) if position not in state.positions]
     return sorted(draw.sample(window, min(len(window), draw.randint(1, 4))))

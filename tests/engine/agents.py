@@ -11,12 +11,14 @@ import random
 import string
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from openai import AsyncOpenAI
 
 from examples.search_agent.local_search import LocalSearch
 from examples.search_agent.world import World, split_questions
 from millrace import AgentWorkflow, Message, Task
+from settings.warmup import WarmupSettings
 from storage.objects.digests import seal_folder
 from trainers.model.warmup import make_base_model
 
@@ -110,17 +112,9 @@ def base_model(folder: Path, *, num_layers: int) -> Path:
         roles = ["user", "assistant"] * 2
         demonstrations.append([Message(role=role, content=text) for role, text in zip(roles, texts, strict=True)])
     demonstrations.append([Message(role="user", content=string.printable), Message(role="assistant", content="")])
-    make_base_model(
-        folder,
-        demonstrations,
-        hidden_size=32 * num_layers,
-        num_layers=num_layers,
-        target_loss=0.25,
-        num_steps=100,
-        batch_size=16,
-        learning_rate=3e-3,
-        seed=0,
-    )
+    schedule: dict[str, Any] = {"target_loss": 0.25, "num_steps": 100, "batch_size": 16, "learning_rate": 3e-3}
+    settings = WarmupSettings(hidden_size=32 * num_layers, num_layers=num_layers, **schedule)
+    make_base_model(folder, demonstrations, settings, seed=0)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
     seal_folder(folder)

@@ -54,7 +54,7 @@ class Meeting(Guesses):
 
 
 class Paused(Guesses):
-    """Held-out attempts after the first few wait until somebody lets them go on."""
+    """Held-out attempts after the first few wait until the test lets them go on."""
 
     asked = 0
 
@@ -67,7 +67,7 @@ class Paused(Guesses):
 
 
 class Held(Guesses):
-    """Attempts wait until somebody lets those of their own state folder go on: as many as the file says, or all."""
+    """Attempts wait until the test lets those of their own state folder go on: as many as the file says, or all."""
 
     let_go = 0
 
@@ -83,7 +83,7 @@ class Held(Guesses):
 
 
 class EndsLater(Guesses):
-    """From step `LATE` on attempts wait until somebody lets them go on."""
+    """From step `LATE` on attempts wait until the test lets them go on."""
 
     async def run(self, task: Task, chat: Chat) -> Score:
         go = home() / GO

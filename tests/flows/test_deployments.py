@@ -125,7 +125,7 @@ def test_deployment_runs_train_replay_produce_score_tidy_up_and_go_on(
     assert home.status("deployed")["step"] == 5
 
 
-def test_flow_runs_of_the_gpu_queue_are_limited_unless_somebody_has_set_a_limit(prefect_api: str) -> None:
+def test_flow_runs_of_the_gpu_queue_are_limited_unless_the_user_has_set_a_limit(prefect_api: str) -> None:
     queue = f"{prefect_api}/work_pools/local/queues/gpu"
 
     def limit() -> Any:

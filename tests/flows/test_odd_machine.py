@@ -1,4 +1,4 @@
-"""A whole run on a machine as some are: a proxy that answers nobody, no home, temporary space with a long path, and a
+"""A whole run on a machine as some are: a proxy that never answers, no home, temporary space with a long path, and a
 folder whose name means something in URIs. Nothing of it shows."""
 
 from __future__ import annotations

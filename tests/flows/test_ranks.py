@@ -25,16 +25,12 @@ def test_a_run_on_two_ranks_ends_with_the_weights_of_one(finished: Home, home: H
     home.run("train", str(SCRIPTED), f"model={base_model}", "train.num_ranks=2", "train.device=cpu")
     one, two = _log(finished), _log(home)
     assert two.state.step == one.state.step == 6 and two.state.counters() == one.state.counters()
-    for expected, found in zip(one.state.steps, two.state.steps, strict=True):
-        assert found.metrics["trained_tokens"] == expected.metrics["trained_tokens"]
+    for expected, step in zip(one.state.steps, two.state.steps, strict=True):
+        assert step.metrics["trained_tokens"] == expected.metrics["trained_tokens"]
     policies = [log.store.fetch_folder(log.state.steps[-1].policy.path, home.path / "cache") for log in (one, two)]
     weights = [load_file(folder / "model.safetensors") for folder in policies]
     for name, tensor in weights[0].items():
         assert float((weights[1][name] - tensor).abs().max()) < 1e-5, name
-    elsewhere = home.run("train", str(SCRIPTED), f"model={base_model}", "steps=7", "train.device=cpu")
-    logs = "\n".join(file.read_text() for file in home.path.glob("logs/*/*.log"))
-    said = elsewhere.stdout + elsewhere.stderr + logs
-    assert _log(home).state.step == 7 and "by 2 ranks, and the number is now 1" in said
 
 
 @pytest.mark.slow

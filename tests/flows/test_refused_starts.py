@@ -95,14 +95,3 @@ def test_so_does_a_command_for_a_run_that_is_not_there_in_a_folder_without_any(w
     sentence = f"error: no run 'nowhere' in {tmp_path.as_uri()}/.millrace/store; runs there: none yet\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.server
-def test_so_do_services_whose_notifications_lead_nowhere(tmp_path: Path) -> None:
-    unset = ("MILLRACE_STORE", "MILLRACE_HOME", "PREFECT_HOME")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    environment |= {"PYTHONPATH": str(PROJECT), "MILLRACE_NOTIFY": "nowhere"}
-    command = [str(MILLRACE), "up"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"error: \$MILLRACE_NOTIFY is neither an address with :// nor .*\n", done.stderr), done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,20 +28,6 @@ def _log(home: Home) -> RunLog:
     return open_run(LocalStore(home.path / "store"), "scripted")
 
 
-def _replay(home: Home, *arguments: str) -> dict[str, Any]:
-    return dict(json.loads(home.run("replay", "scripted", *arguments, "--json").stdout))
-
-
-def test_a_step_is_trained_again_to_the_recorded_weights_from_the_nearest_state(finished: Home, tmp_path: Path) -> None:
-    entries = _log(finished).state.entries
-    shown = finished.run("replay", "scripted", "--step", "6", "--save", str(tmp_path / "kept")).stdout
-    assert "2 of 2: step 6, same weights" in shown and "from the state saved at step 4" in shown
-    assert "every step has the recorded weights, bit for bit" in shown
-    log = _log(finished)
-    assert log.state.entries == entries, "a replay commits nothing"
-    assert verify_folder(tmp_path / "kept") == log.state.steps[5].policy.weights_sha256
-
-
 def test_the_rewards_a_rescore_computes_again_are_the_recorded_ones(rescored: Home) -> None:
     log = _log(rescored)
     files = log.state.rescored["parity"].files
@@ -55,26 +40,34 @@ def test_the_rewards_a_rescore_computes_again_are_the_recorded_ones(rescored: Ho
     assert train["attempts"] == 96 and train["changed"] == 0 and train["mean_old"] == train["mean_new"]
 
 
-def test_a_span_from_the_base_policy_comes_out_as_recorded_on_rescored_rewards(rescored: Home) -> None:
-    found = _replay(rescored, "--from", "1", "--rewards", "parity")
-    steps = _log(rescored).state.steps
-    assert found["plan"] == {"resumed_from": 0, "first": 1, "last": 6} and found["rewards"] == "parity"
-    assert [step["replayed_sha256"] for step in found["steps"]] == [step.policy.weights_sha256 for step in steps]
-    assert found["identical"] and found["start_identical"]
+def test_a_span_from_the_base_policy_comes_out_as_recorded_on_rescored_rewards(rescored: Home, tmp_path: Path) -> None:
+    entries = _log(rescored).state.entries
+    span = ["--from", "1", "--rewards", "parity", "--save", str(tmp_path / "kept")]
+    done = rescored.run("replay", "scripted", *span, "--json")
+    assert "starting from the base policy" in done.stderr and "6 of 6: step 6, same weights" in done.stderr
+    result = json.loads(done.stdout)
+    state = _log(rescored).state
+    steps = state.steps
+    assert state.entries == entries, "a replay commits nothing"
+    assert verify_folder(tmp_path / "kept") == steps[5].policy.weights_sha256
+    assert result["plan"] == {"resumed_from": 0, "first": 1, "last": 6} and result["rewards"] == "parity"
+    assert [step["replayed_sha256"] for step in result["steps"]] == [step.policy.weights_sha256 for step in steps]
+    assert result["identical"] and result["start_identical"]
     assert len({step.policy.weights_sha256 for step in steps}) == 6, "the weights moved at every step"
-    assert all(step["replayed"] == step["recorded"] for step in found["steps"])
+    assert all(step["replayed"] == step["recorded"] for step in result["steps"])
 
 
-def test_one_change_is_reported_with_how_far_it_leads(finished: Home) -> None:
-    found = _replay(finished, "--from", "4", "--to", "5", "--loss", "cispo", "train.loss.clip_high=0.1")
-    assert found["plan"] == {"resumed_from": 2, "first": 4, "last": 5} and found["start_identical"]
-    assert found["changes"] == {
+def test_one_change_from_the_nearest_state_is_reported_with_how_far_it_leads(finished: Home) -> None:
+    span = ["--from", "4", "--to", "5", "--loss", "cispo", "train.loss.clip_high=0.1"]
+    result = json.loads(finished.run("replay", "scripted", *span, "--json").stdout)
+    assert result["plan"] == {"resumed_from": 2, "first": 4, "last": 5} and result["start_identical"]
+    assert result["changes"] == {
         "train.loss.kind": "clip → cispo",
         "train.loss.clip_low": "0.2 → None",
         "train.loss.clip_high": "0.28 → 0.1",
     }
-    assert not found["identical"] and not found["unchanged"]
-    for step in found["steps"]:
+    assert not result["identical"] and not result["unchanged"]
+    for step in result["steps"]:
         assert step["replayed_sha256"] != step["recorded_sha256"]
         assert step["distance"] > 0 and -1 <= step["cosine"] < 1
 

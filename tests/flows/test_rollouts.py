@@ -54,16 +54,6 @@ def test_two_workers_two_steps_an_update_and_an_evaluator_of_its_own(home: Home,
     assert {"rollout-0", "rollout-1", "evaluator-0"} <= producers
     assert all((shard.producer == "evaluator-0") == shard.is_eval for shard in state.shards.values())
 
-    first = sorted(state.groups, key=lambda group: state.groups[group].position)[:2]
-    done = home.run("rollout", "once", "scripted", "--n", "2")
-    assert done.stderr.startswith("starting the inference engine, then 2 prompts of run scripted, 4 attempts each\n")
-    shown = done.stdout.splitlines()
-    assert {line.split()[0] for line in shown if " usable, " in line} == set(first)
-    assert sum(line.split()[:1] == ["user"] for line in shown) == 8
-    assert sum(line.startswith("  attempt ") and ": " in line and ", reward " in line for line in shown) == 8
-    assert shown[-1].endswith("of 2 groups accepted; nothing was committed")
-    assert open_run(LocalStore(home.path / "store"), "scripted").state.counters() == state.counters()
-
 
 @pytest.mark.slow
 def test_a_batch_of_attempts_trains_what_was_accepted(home: Home, base_model: Path) -> None:

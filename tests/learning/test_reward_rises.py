@@ -141,7 +141,6 @@ def _rewards(steps: list[Step]) -> list[float]:
 
 
 _SETTINGS: dict[str, Any] = {
-    "grpo": {"advantage": {"kind": "grpo", "scale": "none"}},
     "ppo": {"advantage": {"kind": "gae", "lam": 0.9}, "critic": {"learning_rate": 1e-2, "warmup_steps": 2}},
     "sft": {"loss": {"kind": "sft"}},
 }
@@ -149,7 +148,7 @@ _SETTINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", _SETTINGS)
 def test_reward_rises(tmp_path: Path, kind: str) -> None:
-    """By GRPO; by PPO, whose critic also comes to expect it; and by imitating every attempt that began with a 7."""
+    """By PPO, whose critic also comes to expect it; and by imitating every attempt that began with a 7."""
     log = new_run(tmp_path, tiny_model(tmp_path / "model", init_range=0.02))
     config = config_of(learning_rate=1e-2, num_minibatches=2, **_SETTINGS[kind])
     judge = _sevens if kind == "ppo" else _begins_with_seven
@@ -167,8 +166,8 @@ def test_reward_rises(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_teacher_is_copied_and_recorded_shards_train_every_objective(tmp_path: Path) -> None:
-    """On-policy distillation comes near the teacher without a reward. What GRPO was recorded on then trains the base
-    model by imitation and by the teacher, and nothing is sampled for that."""
+    """GRPO makes the teacher. On-policy distillation comes near it without a reward. What GRPO was recorded on then
+    trains the base model by imitation and by the teacher, and nothing is sampled for that."""
     cache, base = tmp_path / "cache", tiny_model(tmp_path / "model", init_range=0.02)
     taught = new_run(tmp_path / "teacher", base)
     grpo = config_of(learning_rate=1e-2)

@@ -86,7 +86,7 @@ def work_of(lengths: np.ndarray, *, attention_length: float) -> np.ndarray:
 
 
 _LEVEL = 1.01
-"""Of the mean: ranks that have no more are as good as even."""
+"""Ranks with no more than this multiple of the mean are as good as even."""
 
 
 def distribute_groups(token_counts_G: Sequence[int] | np.ndarray, num_ranks: int) -> list[list[int]]:

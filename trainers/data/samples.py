@@ -122,15 +122,15 @@ def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def routes() -> tuple[np.ndarray | None, np.ndarray | None]:
-        known = {shard: flat_routes(tables[shard]) for shard in ranks if ROUTES in tables[shard].column_names}
-        kinds = {(ids.shape[1:], ids.dtype) for ids, _ in known.values()}
+        routes = {shard: flat_routes(tables[shard]) for shard in ranks if ROUTES in tables[shard].column_names}
+        kinds = {(ids.shape[1:], ids.dtype) for ids, _ in routes.values()}
         if len(kinds) > 1:
-            raise InvalidInput(f"shards {', '.join(known)} have routes of models with other layers or experts")
+            raise InvalidInput(f"shards {', '.join(routes)} have routes of models with other layers or experts")
         if not kinds:
             return None, None
         [(shape, dtype)] = kinds
         by_shard = [
-            known.get(name) or (np.zeros((ends[-1], *shape), dtype), np.zeros(ends[-1], bool))
+            routes.get(name) or (np.zeros((ends[-1], *shape), dtype), np.zeros(ends[-1], bool))
             for name, ends in zip(ranks, offsets, strict=True)
         ]
         ids, is_known = zip(*[(by_shard[shard][0][run], by_shard[shard][1][run]) for shard, run in runs], strict=True)
@@ -169,7 +169,7 @@ def _constrained(table: pa.Table) -> np.ndarray:
 
 
 def _parts(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], order: np.ndarray) -> dict[str, np.ndarray]:
-    """The named rewards of the rows, null ones as NaN."""
+    """The named rewards of the rows; NaN for None."""
     if "reward_parts" not in tables[0].column_names:
         return {}
     columns = [table["reward_parts"].take(pa.array(places)) for table, places in zip(tables, rows, strict=True)]

@@ -51,7 +51,7 @@ class RanksDiffer(RuntimeError):
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """The device this rank computes on; `trainers.refusals` refuses CUDA where there is none."""
+    """The device this rank computes on; `trainers.refusals` refuses CUDA without a GPU."""
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

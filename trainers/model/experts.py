@@ -64,7 +64,7 @@ class Routers:
         self._own: torch.Tensor | None = None
         self._replays = False
         self.sizes: RouteSizes | None = None
-        """Of the routes that are replayed; None if none are."""
+        """Sizes of the routes that are replayed; None without them."""
         decoder = decoder_of(causal_lm)
         recorder: Any = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
         names = [] if recorder is None or isinstance(recorder, list) else list(decoder.named_modules())
@@ -76,7 +76,7 @@ class Routers:
 
     @property
     def number(self) -> int:
-        """Of layers with a router."""
+        """How many layers have a router."""
         return len(self._routers)
 
     def _hook_of(self, index: int) -> Any:

@@ -98,9 +98,9 @@ def replay_refusal(config: Mapping[str, Any]) -> str:
 
 def _causal_lm(model_type: str) -> str:
     """The class that transformers makes of it, read from its source: to import it takes seconds."""
-    found = find_spec("transformers")
-    assert found is not None and found.origin is not None
-    source = (Path(found.origin).parent / "models/auto/modeling_auto.py").read_text(encoding="utf-8")
+    spec = find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "models/auto/modeling_auto.py").read_text(encoding="utf-8")
     table = source.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")[2].partition("\n)\n")[0]
     return dict(re.findall(r'\("([^"]+)", "([^"]+)"\)', table)).get(model_type, "")
 

@@ -176,7 +176,7 @@ class Layout:
         new_S = new_tokens(self._computed_T, self.lengths_S)
         asking_S = torch.where(2 * new_S <= self.lengths_S, new_S, self.lengths_S)
         step_S = (asking_S.log() / -math.log(_SHORTEST_TO_LONGEST)).floor()  # as similar as lengths are in a batch
-        order = [s for s in self._order.tolist() if asking_S[s]]  # whoever is the beginning of another has no question
+        order = [s for s in self._order.tolist() if asking_S[s]]  # the beginning of another sequence asks nothing
         order.sort(key=lambda s: -float(step_S[s]))
         batches: list[list[int]] = []
         for s in order:
@@ -199,7 +199,7 @@ class Layout:
         length, num_asking, asked_SQ = int(lengths_S.max()), int(asking_S.max()), None
         if not torch.equal(lengths_S, asking_S):
             asked_SQ = (lengths_S - asking_S)[:, None] + torch.arange(num_asking)
-            # A place beyond the end has nobody's question, and sees something in any window.
+            # No sequence asks at a place beyond the end, which sees something in any window.
             asked_SQ = asked_SQ.clamp(max=length - 1).to(self._device, non_blocking=True)
         return Batch(len(lengths_S), length, num_asking, asked_SQ)
 
@@ -214,7 +214,7 @@ class Layout:
 
 
 def _places(computed_T: torch.Tensor, place_T: torch.Tensor, num_places: int, device: torch.device) -> Places:
-    """Of tokens in the order of the pack, each with its place."""
+    """The places of tokens in the order of the pack."""
     take_P = torch.zeros(num_places, dtype=torch.int64)
     take_P[place_T] = computed_T
     first_copy_U = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(computed_T).cumsum(0)])

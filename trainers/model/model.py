@@ -137,20 +137,20 @@ def load_model(
     Raises `OSError` or `ValueError` when the folder is no HF model, and `ValueError` for an architecture without
     decoder layers, or one whose packed logprobs are not those of transformers' own forward pass.
     """
-    causal_lm, told = AutoModelForCausalLM.from_pretrained(
+    causal_lm, loading = AutoModelForCausalLM.from_pretrained(
         str(folder), dtype=dtype, attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True
     )
-    for name, stored, wanted in sorted(told["mismatched_keys"]):
+    for name, stored, wanted in sorted(loading["mismatched_keys"]):
         its = f"{list(stored)} in its files and {list(wanted)} by its config.json"
         raise InvalidInput(f"{folder}: {name} is of shape {its}; copy or download the folder again")
-    if drawn := set(told["missing_keys"]) & {name for name, _ in causal_lm.named_parameters()}:
+    if drawn := set(loading["missing_keys"]) & {name for name, _ in causal_lm.named_parameters()}:
         raise InvalidInput(f"{folder} lacks {min(drawn)}, which {type(causal_lm).__name__} would draw at random")
     if not isinstance(getattr(decoder_of(causal_lm), "layers", None), nn.ModuleList):
         raise InvalidInput(f"{folder}: {type(causal_lm).__name__} has no decoder layers in a list")
     prefix = next(name for name, its in causal_lm.named_modules() if its is decoder_of(causal_lm).layers)
-    found = [re.match(rf"{re.escape(prefix)}\.(\d+)\.", name) for name in told["unexpected_keys"]]
+    matches = [re.match(rf"{re.escape(prefix)}\.(\d+)\.", name) for name in loading["unexpected_keys"]]
     count = len(decoder_of(causal_lm).layers)
-    above = {int(match[1]) for match in found if match and int(match[1]) >= count}
+    above = {int(match[1]) for match in matches if match and int(match[1]) >= count}
     if above and not getattr(causal_lm.config, "num_nextn_predict_layers", None):  # those stand behind the others
         what = f"config.json has {count} layers, and the weights have a layer {min(above)}, counted from 0"
         raise InvalidInput(f"{folder}: {what}; copy or download the folder again")

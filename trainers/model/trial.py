@@ -130,8 +130,8 @@ def _first_difference(alone: Seen, packed: Seen, *, tolerance: float) -> str:
         shapes = [tuple(call.shape[:2]) for call in calls], [tuple(call.shape[:2]) for call in packed.get(name, [])]
         if shapes != ([(1, length) for length in _LENGTHS], [(1, sum(_LENGTHS))]):
             continue  # it is given something else than a value per token, or only some of the tokens, as experts are
-        expected, found = torch.cat(calls, 1), packed[name][0]
-        if not (found - expected).abs().max() <= tolerance * expected.abs().max():
+        expected, packed_values = torch.cat(calls, 1), packed[name][0]
+        if not (packed_values - expected).abs().max() <= tolerance * expected.abs().max():
             return name
     return ""
 

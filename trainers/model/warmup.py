@@ -1,4 +1,4 @@
-"""A base model made on the spot: the stand-in for a download where no model hub is reachable.
+"""A base model made on the spot: the stand-in for a download if no model hub is reachable.
 
 In: demonstrations (chat conversations). Out: a folder in HF layout with a tiny Qwen2-architecture model and a
 character tokenizer, taught by supervised training to a middling level that reinforcement learning then lifts.
@@ -16,7 +16,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from settings.warmup import TINY_POSITIONS
+from settings.warmup import TINY_POSITIONS, WarmupSettings
 from storage.objects.digests import seal_folder
 from storage.records import Message
 
@@ -38,30 +38,24 @@ _IGNORED = -100  # torch's label for positions without a loss
 def make_base_model(
     folder: Path,
     demonstrations: Sequence[Sequence[Message]],
+    settings: WarmupSettings,
     *,
-    hidden_size: int,
-    num_layers: int,
-    target_loss: float,
-    num_steps: int,
-    batch_size: int,
-    learning_rate: float,
     seed: int,
 ) -> float:
     """Train a model from scratch on the replies in each demonstration; returns the final loss (nats per token).
 
-    Training ends at `target_loss`, a mean over the last 20 updates, or after `num_steps`. The folder holds config,
-    weights (float32), tokenizer and `digest.json`.
+    The folder holds config, weights (float32), tokenizer and `digest.json`.
     """
     torch.manual_seed(seed)
     tokenizer = character_tokenizer({character for chat in demonstrations for m in chat for character in m.content})
     input_ids, labels = _tensors(tokenizer, demonstrations)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=max(1, hidden_size // 32),
-        num_key_value_heads=max(1, hidden_size // 32),
+        hidden_size=settings.hidden_size,
+        intermediate_size=4 * settings.hidden_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=max(1, settings.hidden_size // 32),
+        num_key_value_heads=max(1, settings.hidden_size // 32),
         max_position_embeddings=TINY_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -69,13 +63,13 @@ def make_base_model(
         pad_token_id=tokenizer.pad_token_id,
     )
     model = Qwen2ForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    started = told = time.perf_counter()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    started = logged_at = time.perf_counter()
     recent: deque[float] = deque(maxlen=20)
-    for step in range(1, num_steps + 1):
+    for step in range(1, settings.num_steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * min(1.0, step / 50)
-        rows = torch.randint(len(input_ids), (batch_size,))
+            group["lr"] = settings.learning_rate * min(1.0, step / 50)
+        rows = torch.randint(len(input_ids), (settings.batch_size,))
         logits = model(input_ids=input_ids[rows]).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels[rows][:, 1:].flatten(), ignore_index=_IGNORED
@@ -86,10 +80,10 @@ def make_base_model(
         optimizer.step()
         recent.append(float(loss.detach()))
         mean_loss = sum(recent) / len(recent)
-        done = step == num_steps or (len(recent) == recent.maxlen and mean_loss <= target_loss)
+        done = step == settings.num_steps or (len(recent) == recent.maxlen and mean_loss <= settings.target_loss)
         now = time.perf_counter()
-        if done or now - told >= SECONDS_BETWEEN_LINES:
-            told, counts = now, (step, num_steps, mean_loss, target_loss)
+        if done or now - logged_at >= SECONDS_BETWEEN_LINES:
+            logged_at, counts = now, (step, settings.num_steps, mean_loss, settings.target_loss)
             logger.info("base model: step %d of at most %d, loss %.3f, wanted %g, %.0f s", *counts, now - started)
         if done:
             break

@@ -5,9 +5,9 @@ In: rewards and group ids, one per attempt; or rewards and values, one per token
     per attempt (tensors [B])   rewards, groups ─▶ advantages_of   ·   reward_metrics
     per token (arrays [T])      rewards_at_end ─▶ gae ─▶ whitened   ·   distillation_advantages
 
-Groups are matched by id, never by position, so partial groups cannot shift their neighbours. A null reward is NaN: it
-enters no mean and no deviation, and its attempt has advantage 0. A group of equal rewards has exactly 0 wherever the
-baseline is its own. docs/algorithms.md has every formula. Sums are taken in float64, results have the rewards' type.
+Groups are matched by id, never by position, so partial groups cannot shift their neighbours. A reward of None is NaN
+here: it enters no mean and no deviation, and its attempt has advantage 0. A group of equal rewards has exactly 0 if the
+baseline is its own. docs/algorithms.md has every formula. Sums are in float64, results have the rewards' type.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def advantages_of(
     """Advantages of B attempts by `settings`; `lengths_B` are their sampled tokens, `reward_parts_B` named rewards.
 
     NaN for the kinds that have one advantage per token. Parts without a weight in `reward_weights` count 1. Raises
-    `ValueError` when every reward is null, unless rewards are not used, and when a part that the settings name is
+    `ValueError` when every reward is None, unless rewards are not used, and when a part that the settings name is
     missing.
     """
     if settings.kind != "distill" and rewards_B.isnan().all():
         raise InvalidInput(
-            f"all {len(rewards_B)} rewards are null, which is for faults of the environment; an attempt that is merely"
+            f"all {len(rewards_B)} rewards are None, which is for faults of the environment; an attempt that is merely"
             f" wrong gets a number, 0 for example. `{command('rollout', 'once', 'RUN', '--n', 4)}` shows the errors"
         )
     groups = _Groups(rewards_B, groups_B)
@@ -57,7 +57,7 @@ def advantages_of(
         case "reinforce++":
             advantages_B = _reinforce(groups, lengths_B.double(), **options)
         case "remax":
-            # ReMax, https://arxiv.org/abs/2310.10505: A = r − b, b the reward of the greedy reply; 0 if one is null.
+            # ReMax, https://arxiv.org/abs/2310.10505: A = r − b, b the reward of the greedy reply; 0 if one is None.
             if settings.baseline_part not in reward_parts_B:
                 raise InvalidInput(
                     f'train.advantage.baseline_part = "{settings.baseline_part}" is not a part of the reward'
@@ -76,13 +76,15 @@ def advantages_of(
 def reward_metrics(
     rewards_B: torch.Tensor, groups_B: torch.Tensor, *, reward_parts_B: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
-    """What docs/algorithms.md lists; means are over what is not null, and absent if all is. B is at least 1."""
+    """The metrics of rewards in docs/algorithms.md, for B ≥ 1. Means are over rewards that are not None; a mean of none
+    is absent."""
     groups = _Groups(rewards_B, groups_B)
-    known = rewards_B[groups.known_B].double()
-    metrics = {"null_reward_fraction": 1 - len(known) / len(rewards_B)}
+    numbers = rewards_B[groups.known_B].double()
+    metrics = {"null_reward_fraction": 1 - len(numbers) / len(rewards_B)}
     metrics["fraction_groups_without_signal"] = 1 - float(groups.differs_G.double().mean())
-    if len(known):
-        metrics |= {"reward": float(known.mean()), "reward_std": float(known.std()) if len(known) > 1 else 0.0}
+    if len(numbers):
+        deviation = float(numbers.std()) if len(numbers) > 1 else 0.0
+        metrics |= {"reward": float(numbers.mean()), "reward_std": deviation}
     for name, part_B in reward_parts_B.items():
         if not part_B.isnan().all():
             metrics[f"reward/{name}"] = float(part_B.double().nanmean())
@@ -140,9 +142,9 @@ def _grpo(groups: _Groups, *, scale: str, ddof: int, eps: float, singleton: str)
         variance_B = groups.sum(groups.centred_B**2) / (groups.size_B - ddof).clamp(min=1)
         spread_B, lone_B = variance_B.sqrt() + eps, torch.full_like(variance_B, 1 + eps)
     elif scale == "batch":
-        known = groups.values_B[groups.known_B]
+        rewards = groups.values_B[groups.known_B]
         # 1 if all are equal, so that nothing is divided by eps alone.
-        deviation = float(known.std(correction=ddof)) if len(known.unique()) > 1 else 1.0
+        deviation = float(rewards.std(correction=ddof)) if len(rewards.unique()) > 1 else 1.0
         spread_B = lone_B = torch.full_like(groups.values_B, deviation + eps)
     advantages_B = torch.where(groups.differs_B, groups.centred_B / spread_B, 0.0)
     if singleton == "reward":
@@ -286,7 +288,7 @@ def gae(
     broken = np.unique(row[~(np.isfinite(rewards) & np.isfinite(values))])
     if len(broken):
         raise InvalidInput(
-            f"rows {broken[:8].tolist()} have a reward or value that is null or infinite; mask null rows"
+            f"rows {broken[:8].tolist()} have a reward or value that is NaN or infinite; mask rows without a reward"
         )
     goes_on = np.diff(row, append=-1) == 0
     deltas = rewards + gamma * np.where(goes_on, np.roll(values, -1), 0.0) - values
@@ -307,10 +309,10 @@ def gae(
 
 def whitened(values_T: np.ndarray, mask_T: np.ndarray, *, eps: float = 1e-8) -> np.ndarray:
     """(x − mean) / √(variance + eps) over all masked-in tokens, 0 elsewhere; unbiased variance, as verl has it."""
-    known = values_T[mask_T > 0].astype(np.float64)
+    values = values_T[mask_T > 0].astype(np.float64)
     whitened_T = np.zeros(len(values_T))
-    if len(known) > 1 and known.min() != known.max():
-        whitened_T[mask_T > 0] = (known - known.mean()) / np.sqrt(known.var(ddof=1) + eps)
+    if len(values) > 1 and values.min() != values.max():
+        whitened_T[mask_T > 0] = (values - values.mean()) / np.sqrt(values.var(ddof=1) + eps)
     return whitened_T
 
 

@@ -43,7 +43,7 @@ def aggregation_weights(
 
 
 _ROUNDING = 1e-5
-"""Of an entropy of 1 nat, and of larger ones in proportion: what packing changes in float32 is a tenth of it."""
+"""Noise in an entropy of 1 nat, in proportion for larger ones: packing changes a tenth of it in float32."""
 
 
 def top_entropy_mask(entropy_T: np.ndarray, mask_T: np.ndarray, *, fraction: float) -> np.ndarray:

@@ -95,7 +95,7 @@ def assign_credit(
 
 
 def metrics_of_rewards(samples: Samples) -> dict[str, float]:
-    """Of the rewards as they were scored, over attempts; a KL penalty in the reward is `reference_kl`'s to show."""
+    """Metrics of the rewards as they were scored, over attempts; `reference_kl` shows a KL penalty in the reward."""
     rewards_A, groups_A, parts_A = _by_attempt(samples)
     return reward_metrics(torch.from_numpy(rewards_A), groups_A, reward_parts_B=parts_A)
 

@@ -21,7 +21,7 @@ from trainers.objective.losses import LossInputs, LossOutput
 
 LossFunction = Callable[..., LossOutput]
 
-_TAKEN = re.compile(
+_RESERVED = re.compile(
     r"loss|tokens|approx_kl|entropy|reference_kl|off_policy_kl|ratio|ratio_squared|importance.*|value_.*"
     r"|reward.*|null_reward_fraction|fraction_groups.*|grad_norm.*|critic.*|learning_rate|effective_sample_size"
     r"|trained_.*|rejected_.*|staleness.*|masked_.*|engine_gap.*"
@@ -84,8 +84,8 @@ def _try(function: LossFunction, inputs: LossInputs, arguments: Mapping[str, Any
         raise InvalidInput(f"{named} returns {output.loss.item()} on a trial of five tokens")
     if wrong := [key for key, value in output.sums.items() if not isinstance(value, (int, float))]:
         raise InvalidInput(f"{named}: sums {wrong} are no numbers; write float(tensor)")
-    if taken := [key for key in output.sums if _TAKEN.fullmatch(key)]:
-        raise InvalidInput(f"{named}: sums {taken} have names that the trainer's own metrics have; give them others")
+    if reserved := [key for key in output.sums if _RESERVED.fullmatch(key)]:
+        raise InvalidInput(f"{named}: sums {reserved} have names that the trainer's own metrics have; give them others")
     return output.loss.item()
 
 

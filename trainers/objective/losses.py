@@ -24,9 +24,9 @@ class LossInputs:
     logprobs: torch.Tensor
     """log π_θ of the token, with gradient."""
     old_logprobs: torch.Tensor
-    """Of the policy that the ratio is taken to: the one that sampled, or the proximal one (decoupled PPO)."""
+    """Logprobs of the denominator of the ratio: the policy that sampled, or the proximal one (decoupled PPO)."""
     sampled_logprobs: torch.Tensor
-    """Of the policy that sampled, as the engine reported them."""
+    """Logprobs of the policy that sampled, as the engine reported them."""
     advantages: torch.Tensor
     """How much better the token was than expected; one value per sequence, or per token with a critic."""
     mask: torch.Tensor
@@ -41,7 +41,7 @@ class LossInputs:
     entropy: torch.Tensor
     """Entropy of π_θ at the token, in nats; with gradient if there is a bonus on it."""
     reference_logprobs: torch.Tensor | None = None
-    """Of the reference policy, if there is one."""
+    """Logprobs of the reference policy, if there is one."""
     selected: torch.Tensor | None = None
     """1 on the tokens of highest entropy (`trainers.objective.aggregation.top_entropy_mask`), the only ones whose
     policy term and entropy bonus count; None: all. `importance` has it already when a loss function is called."""

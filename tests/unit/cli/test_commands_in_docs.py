@@ -192,7 +192,7 @@ def test_every_command_of_the_documents_is_typed_or_stands_in_the_table() -> Non
     assert sorted(typed - every) == [], "typed by a test, and no document shows it any more"
 
 
-def test_the_table_has_no_entry_that_nobody_needs_and_every_test_it_names_is_there() -> None:
+def test_the_table_has_no_needless_entry() -> None:
     left = {line for document in DOCUMENTS for line in shown(document)} - _typed()
     assert set(COVERED_BY) - {_entry(line) for line in left} == set()
 

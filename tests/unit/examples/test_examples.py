@@ -32,7 +32,7 @@ _DATA: dict[str, list[dict[str, Any]]] = {
 }
 """Rows for the examples that read a data set, by the name of their run file."""
 _PROGRAMS = {"search_agent_program"}
-"""Programs of their own, to which nobody can say a reference; `search_agent/test_program_agent.py` plays them."""
+"""Programs of their own, which take no reference; `search_agent/test_program_agent.py` plays them."""
 
 
 @pytest.mark.parametrize("run_file", [f for f in _RUN_FILES if f.stem not in _PROGRAMS], ids=lambda file: file.stem)

@@ -110,7 +110,7 @@ def test_compose_gives_each_secret_to_the_services_that_need_it_and_to_no_other(
     assert {environments[name]["PREFECT_API_AUTH_STRING"] for name in clients} == {SECRETS["PREFECT_AUTH"]}
     assert environments["prefect"]["PREFECT_SERVER_API_AUTH_STRING"] == SECRETS["PREFECT_AUTH"]
     assert {name for name, service in services.items() if "slack://a/b/c" in str(service)} == {"deploy"}
-    assert _services()["deploy"]["environment"][NOTIFY] == "", "nobody is told by default"
+    assert _services()["deploy"]["environment"][NOTIFY] == "", "no notifications by default"
 
 
 def test_compose_limits_flow_runs_where_it_gives_the_worker_gpus():

@@ -69,7 +69,7 @@ def _environment_after(imports: str, folder: Path, **variables: str) -> dict[str
 
 
 @pytest.mark.parametrize("imports", ["import millrace", "import flows"])
-def test_whoever_imports_millrace_or_a_flow_has_turned_telemetry_off(imports: str, tmp_path: Path):
+def test_importing_millrace_or_a_flow_turns_telemetry_off(imports: str, tmp_path: Path):
     """The folder of flows is imported before any module in it, and so before Prefect, which looks as it is imported."""
     imports += "\nimport sys; assert 'prefect' not in sys.modules"
     assert TELEMETRY_OFF.items() <= _environment_after(imports, tmp_path).items()

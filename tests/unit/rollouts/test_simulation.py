@@ -88,7 +88,7 @@ def test_every_run_comes_to_its_last_step_whatever_went_over_the_bound_on_the_wa
 
 
 def test_throughput_follows_the_number_of_workers():
-    """Each has room for a sixteenth of what may be in flight; sixteen divide the rest, and get in nobody's way."""
+    """Each has room for a sixteenth of what may be in flight; sixteen divide it, and none is in another's way."""
     alone = Scenario(max_concurrent=8, n_samples=4, sigma=0.5, train_seconds=1.0, publish_seconds=0.1, steps=20)
     outcomes = {count: simulate(dataclasses.replace(alone, num_workers=count)) for count in (1, 4, 16)}
     speed = {count: outcome.steps_per_hour / outcomes[1].steps_per_hour for count, outcome in outcomes.items()}

@@ -81,7 +81,7 @@ def test_a_write_that_fails_arrives_and_a_conditional_one_is_won_once(store: S3S
 
 
 def test_an_upload_of_the_same_key_under_way_is_waited_for(store: S3Store, proxy: FaultyS3):
-    """409 says that somebody else is writing, not that he has written; he may have failed."""
+    """409 says that another client is writing, not that it has written; it may have failed."""
     proxy.fail(Fault.CONFLICT, times=2)
     assert store.put_if_absent("key", b"mine")
     proxy.fail(Fault.CONFLICT)
@@ -161,7 +161,7 @@ def test_a_request_that_never_arrives_is_a_named_error_and_leaves_the_old_value(
 def test_an_upload_in_parts_survives_a_fault_in_each_of_its_steps(
     impatient: S3Store, proxy: FaultyS3, fault: Fault, part: str
 ):
-    """Begin, a part, completion. A lost answer to `begin` leaves an upload nobody knows of, but no object."""
+    """Begin, a part, completion. A lost answer to `begin` leaves an upload without a known id, but no object."""
     proxy.fail(fault, method="PUT" if "partNumber" in part else "POST", part=part)
     impatient.put("large", THREE_PARTS)
     assert proxy.all_faults_happened and _content(impatient) == {"large": THREE_PARTS}

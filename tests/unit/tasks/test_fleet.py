@@ -190,7 +190,7 @@ def test_a_policy_is_broadcast_to_every_part_of_every_engine(broadcasting: RunSe
     ],
     ids=["it has other weights", "it is dead", "a worker evaluates"],
 )
-def test_where_not_everybody_can_take_part_the_store_is_read(
+def test_if_a_worker_cannot_take_part_the_store_is_read(
     broadcasting: RunSession, trainer: _Party, worker: _Party
 ) -> None:
     other = _Party()
@@ -259,7 +259,7 @@ def test_an_evaluation_waits_for_the_worker_that_takes_the_place_of_the_last_one
         await session.fleet.take_part(["rollout-0"])
         assert await session.fleet.leave("rollout-0", death=WorkerDied("rollout-0 died"))
         asked = asyncio.create_task(evaluate_policy.fn(session, version=0, settings=EvaluationSettings()))
-        assert (await asyncio.wait({asked}, timeout=0.05))[0] == set(), "nobody is there to be asked"
+        assert (await asyncio.wait({asked}, timeout=0.05))[0] == set(), "no worker is there to be asked"
         await session.fleet.take_part(["rollout-1"])
         assert await asked == evaluation
 

@@ -131,7 +131,7 @@ def test_who_evaluates_beside_a_training_leaves_mlflow_to_it(told: TrackingMirro
         told._sync()
     assert sent == [], "both would send the same entries"
     told._sync()
-    assert sent == ["all"], "nobody trains it"
+    assert sent == ["all"], "it is not trained"
 
 
 def test_two_that_tell_of_a_run_take_turns_and_its_training_may_begin_meanwhile(
@@ -167,7 +167,7 @@ def test_the_places_beside_mlflow_are_those_that_the_newest_session_names(
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
     told.log.append(Evaluation(version=0, split="test", score=0.5, num_tasks=1, num_failed=0, shard_id="e", seconds=1))
     told._sync()
-    assert [path.name for path in tmp_path.iterdir()] == ["locks"], "nobody has asked for another place"
+    assert [path.name for path in tmp_path.iterdir()] == ["locks"], "no other place was asked for"
     told.log.append(Session(id="second", code_version="", also=("tensorboard",)))
     told._sync(), told._sync()
     assert [path.name[:4] for path in (tmp_path / "tensorboard").iterdir()] == ["run-"]

@@ -274,7 +274,7 @@ def test_a_step_that_trains_nothing_leaves_the_engine_awake_with_the_policy_of_b
         _assert_in_order(run, 0)
         async with run.device.training():
             pass
-        async with run.device.training():  # nobody has called `generate`
+        async with run.device.training():  # `generate` was not called
             pass
         await run.device.generate()
         _assert_in_order(run, 0)
@@ -320,7 +320,7 @@ def test_an_error_of_the_step_is_the_one_that_is_raised_and_the_device_is_free()
     run_in_virtual_time(script())
 
 
-def test_without_turns_nothing_is_asked_of_anybody() -> None:
+def test_without_turns_no_worker_is_asked() -> None:
     async def script() -> None:
         run = _Run(in_phases=False)
         await run.start_engine()

@@ -51,9 +51,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> type:
     [
         (InvalidInput("engine.max_model_len is too long"), "failed", "InvalidInput: engine.max_model_len is too long"),
         (
-            ExceptionGroup("beside", [ValueError("all 8 rewards are null")]),
+            ExceptionGroup("beside", [ValueError("all 8 rewards are None")]),
             "failed",
-            "ValueError: all 8 rewards are null",
+            "ValueError: all 8 rewards are None",
         ),
         (asyncio.CancelledError(), "stopped", ""),
     ],

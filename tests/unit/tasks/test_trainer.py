@@ -108,7 +108,7 @@ def test_attempts_that_fill_the_context_are_a_metric_and_one_warning(
 
 
 def test_only_what_may_pass_is_tried_again() -> None:
-    fatal = [NonFinite("the loss", ["r"]), EveryClaimRefused("x"), ValueError("all rewards are null")]
+    fatal = [NonFinite("the loss", ["r"]), EveryClaimRefused("x"), ValueError("all rewards are None")]
     assert not any(steps._may_pass(None, None, SimpleNamespace(data=error)) for error in fatal)
     assert steps._may_pass(None, None, SimpleNamespace(data=OSError("disk")))
 

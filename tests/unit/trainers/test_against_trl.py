@@ -32,7 +32,7 @@ from tests.unit.trainers.builders import (
 )
 from trainers.model.distributed import shard
 from trainers.model.model import PolicyModel, load_model
-from trainers.step_batch import Taken
+from trainers.step_batch import UpdateSums
 from trainers.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ class _Recording(Trainer):
         self.gradients: list[dict[str, torch.Tensor]] = []
         super().__init__(folder, config, reference=reference)
 
-    def _conclude(self, *arguments: Any, **named: Any) -> Taken:
-        taken = super()._conclude(*arguments, **named)
-        self.losses.append(taken.sums["loss"])
+    def _conclude(self, *arguments: Any, **named: Any) -> UpdateSums:
+        update = super()._conclude(*arguments, **named)
+        self.losses.append(update.sums["loss"])
         self.gradients.append(_as_trl_names(gradients(self)))
-        return taken
+        return update
 
 
 class _InFloat64(_Recording):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from settings.run_file import RunConfig
-from storage.log.claims import next_claim, next_part
+from storage.log.claims import next_claim
 from storage.log.entries import Claim, ClaimedGroup
 from storage.log.run_log import RunLog
 from storage.shards.shards import DamagedShard
@@ -113,7 +113,7 @@ class _Arrivals:
         commit(self.log, f"shard-{numbers[0]}", [self._groups[number] for number in numbers])
 
     def part(self) -> Claim:
-        claim = next_part(self.log.refresh(), self.config, self.parts)
+        claim = next_claim(self.log.refresh(), self.config, self.parts, whole=False)
         assert claim is not None
         self.parts.append(claim.trained[-claim.parts[-1] :])
         return claim

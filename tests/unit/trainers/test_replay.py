@@ -227,7 +227,7 @@ def test_a_span_that_needs_weights_retention_removed_says_where_it_can_start(log
     with pytest.raises(CannotReplay, match=r"up to 1 gave other.*step 2.*policy 1: retention removed.*--from 4"):
         _replay(log, tmp_path, 2, 2, recorded=elsewhere)
     [step] = _replay(log, tmp_path, 2, 2)
-    assert step.identical, "where the weights come out as recorded, nobody needs the removed ones"
+    assert step.identical, "weights that come out as recorded need none of the removed ones"
 
 
 def test_a_state_of_another_step_than_the_log_says_is_refused(log: RunLog, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_damaged_shard_names_itself_and_the_way_out(log: RunLog, tmp_path: Pat
 
 
 def _rescore(log: RunLog, name: str, *, factor: float | None) -> None:
-    """Rewards that are the recorded ones times `factor`; with None all but the first are null."""
+    """Rewards that are the recorded ones times `factor`; with None all but the first are None."""
     wanted, files = RewardSet(name=name, reward="test:reward", reward_sha256="0" * 64), {}
     for shard in log.state.shards.values():
         attempts = attempts_of(read_shard(log, shard))

@@ -1,4 +1,4 @@
-"""`millrace exporter` says in Prometheus' words what the logs say, also of runs that nobody trains."""
+"""`millrace exporter` says in Prometheus' words what the logs say, also of runs that are not trained now."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_it_shows_what_it_would_free_and_asks_before_it_removes(log: RunLog) -> 
     rows = {" ".join(line.split()) for line in shown.splitlines()}
     assert {"3 policies 3.0 KB", "2 optimizer states 4.0 KB", "3 shards and their rewards 12 B"} <= rows
     assert "Remove 7.0 KB?" in printed("gc --keep-last 1", status=1, answer="n\n")
-    printed("gc --keep-last 1", status=1)  # nobody there to ask
+    printed("gc --keep-last 1", status=1)  # no terminal to ask on
     assert len(_policies(log)) == 4
     assert "freed 7.0 KB" in printed("gc --keep-last 1", answer="y\n") and _policies(log) == ["4-a"]
     shown = printed("gc --keep-last 1")

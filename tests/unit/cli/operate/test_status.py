@@ -49,7 +49,7 @@ def a_lock_of_its_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _train(log: RunLog, *, reward: float | None = 0.75, **metrics: float) -> Step:
-    """Commit the next step; it has trained nothing where `reward` is null."""
+    """Commit the next step; it has trained nothing if `reward` is None."""
     number = log.refresh().step + 1
     if reward is None:
         step = a_step(log.state)
@@ -150,7 +150,7 @@ def test_the_age_of_the_newest_entry_and_who_trains_come_first(monkeypatch: pyte
     view = _look(log)
     assert _shown(view).splitlines()[0] == "run run: last entry 3 s ago, this machine does not train it"
     with trainer_lock(log):
-        assert view.look(), "somebody trains it now"
+        assert view.look(), "it is trained now"
         assert "3 s ago, this machine trains it" in _shown(view)
     monkeypatch.setattr(status.time, "time", lambda: log.state.last_at + 7300)
     assert "last entry 2 h ago" in _shown(view)
@@ -219,7 +219,7 @@ def test_it_ends_with_the_last_step_of_the_newest_session() -> None:
     log = a_log()
     log.append(Session(id="second", code_version="c0de", steps=1))
     _train(log)
-    assert "1/1" in _follow(log), "at once: nobody needs to train it any more"
+    assert "1/1" in _follow(log), "at once: its training has ended"
     log.append(Session(id="third", code_version="c0de", steps=3))
     assert "3/3" in _follow(log, lambda: _train(log), lambda: None, lambda: _train(log))
 

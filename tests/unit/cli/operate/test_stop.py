@@ -90,7 +90,7 @@ def test_a_prefect_server_that_does_not_answer_is_a_sentence_with_both_ways_out(
         assert "secret" not in shown and process.poll() is None
 
 
-def test_a_pause_stands_in_the_log_until_somebody_resumes(log: RunLog) -> None:
+def test_a_pause_stands_in_the_log_until_the_run_is_resumed(log: RunLog) -> None:
     with trainer_lock(log):
         shown = printed("pause run --reason 'the GPU is needed'")
     assert "run run pauses at step 0;" in shown and "`millrace resume run`" in shown

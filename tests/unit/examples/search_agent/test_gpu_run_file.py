@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Questions for a batch, and the names of servers that nobody asks yet."""
+    """Questions for a batch, and the names of servers that are not asked yet."""
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
     gpus = [GpuMemory(name=str(number), total=80 * 2**30, free=80 * 2**30) for number in range(8)]
     here = Memory(gpus=gpus, machine=512 * 2**30)

@@ -61,7 +61,7 @@ def test_citations_are_right_only_if_they_were_seen_and_support(cited: set[str],
     ("reply", "supporting", "parts"),
     [
         ("Answer: New York City [1] [7]", ["1", "2"], [0.0, 0.8, 0.5, 0.5, 1.0]),
-        ("Answer: new york", [], [1.0, 1.0, None, None, 1.0]),  # nobody knows what supports it
+        ("Answer: new york", [], [1.0, 1.0, None, None, 1.0]),  # what supports it is unknown
         ("I give up", ["1"], [0.0, 0.0, 0.0, 1.0, 0.0]),
     ],
 )

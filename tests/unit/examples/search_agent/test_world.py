@@ -73,7 +73,7 @@ def test_no_composition_is_in_both_splits():
     assert (len(train), len(test), train & test) == (150, 50, set())
 
 
-def test_distractors_are_about_what_nobody_asks():
+def test_distractors_are_about_what_no_question_asks():
     world = World(entities=100, distractors=0.4, seed=1)
     said = [passage.text.split(" of ")[0] for passage in world.passages]
     assert sum(word in DISTRACTIONS for word in said) == round(0.4 * len(world.facts))

@@ -282,7 +282,7 @@ def test_tools_of_one_turn_run_at_the_same_time_and_blocking_ones_leave_the_loop
     assert [call.result for call in calls] == [*["millrace-tool"] * 8, "joined"]
 
 
-def test_a_hung_tool_times_out_and_nobody_waits_for_it():
+def test_a_hung_tool_times_out_and_is_not_waited_for():
     released = threading.Event()
 
     async def hang_nicely() -> None:

@@ -440,8 +440,8 @@ async def test_a_key_is_worth_something_only_while_its_attempt_runs_and_at_the_p
                 with pytest.raises(openai.AuthenticationError, match="no attempt that is running") as caught:
                     await request
                 assert caught.value.code == "invalid_api_key"
-        async with httpx.AsyncClient() as nobody:
-            assert (await nobody.get(f"{agent.endpoint.base_url}/models")).status_code == 401
+        async with httpx.AsyncClient() as stranger:
+            assert (await stranger.get(f"{agent.endpoint.base_url}/models")).status_code == 401
         await agent.ask("1")
         assert len(agent.chat.turns) == 1
         with pytest.raises(openai.NotFoundError, match="no /v1/embeddings here, only chat/completions"):

@@ -1,4 +1,4 @@
-"""An environment's observations are what the policy reads, its rewards become returns, and its faults nobody's reward.
+"""An environment's observations are what the policy reads, its rewards become returns, and its faults no reward.
 
 Ids here: 0 pad, 1 end, 2 user, 3 assistant, 4 `+`, 5 … 14 the digits 0 … 9, 15 `=`.
 """

@@ -109,7 +109,7 @@ def test_votes_are_of_usable_attempts_and_a_problem_without_any_counts_as_wrong(
         "4": pytest.approx(0.5),
     }
     assert tally.pass_all == {"1": pytest.approx(3 / 8), "2": pytest.approx(1 / 6 / 2), "4": 0.0}
-    assert _tally([a_group(0)], 2).maj_at == {}, "nobody votes"
+    assert _tally([a_group(0)], 2).maj_at == {}, "no attempt votes"
 
 
 def _tally(groups: Sequence[RolloutGroup], n_samples: int) -> Tally:
@@ -164,7 +164,7 @@ class _Held(Workflow):
 
 
 class _CountedPlayer(Player):
-    """Knows how many groups are being attempted or held by anybody."""
+    """Knows how many groups are being attempted or held."""
 
     running = peak_running = peak_held = 0
     held: set[int] = set()

@@ -288,7 +288,7 @@ async def test_a_shard_takes_from_the_beginning_of_its_attempts_and_no_moment_is
 
     began = time.time()
     async with run.worker() as worker:
-        while worker.progress() < BATCH:  # attempts are played before anybody collects them
+        while worker.progress() < BATCH:  # attempts are played before they are collected
             await asyncio.sleep(0)
         asked, first = time.time(), await worker.collect()
         await worker.publish(run.train())
@@ -494,7 +494,7 @@ async def test_attempts_begin_while_a_short_step_is_taken_and_are_answered_by_it
     assert (shard.head_version, shard.tail_version) == (2, 2)
     table = read_shard(run.log, shard)
     assert max(table["queued_at"].to_pylist()) < released, "they began before their policy was there"
-    assert shard.seconds["generate"] + shard.seconds["reward"] <= took, "and nobody worked on them until it was"
+    assert shard.seconds["generate"] + shard.seconds["reward"] <= took, "and no attempt went on until it was"
     turns = [turn for turns in table["turns"].to_pylist() for turn in turns]
     assert max(turn["generate_seconds"] for turn in turns) <= took
 
@@ -585,7 +585,7 @@ async def _publish_damaged(run: _Run, worker: RolloutWorker) -> None:
 
 
 @pytest.mark.parametrize("needs_the_engine", [_lose_a_shard, _evaluate, _pause, _publish_damaged])
-async def test_what_began_ahead_makes_room_for_whoever_needs_the_engine_before(run: _Run, needs_the_engine: Any):
+async def test_what_began_ahead_makes_room_for_what_needs_the_engine_before(run: _Run, needs_the_engine: Any):
     async with run.worker() as worker:
         collecting = await _begin_third_batch(run, worker)
         await needs_the_engine(run, worker)
@@ -718,6 +718,11 @@ class Gated(Digits):
 
     started: asyncio.Event
     let_through: asyncio.Event
+    made: list[str]
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        self.made = [*getattr(self, "made", []), split]
+        return super().tasks(split)
 
     async def run(self, task: Task, chat: Chat) -> Score:
         if workflow_context().is_eval:
@@ -743,8 +748,10 @@ async def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile
                 assert (shard.head_version, shard.tail_version) == (version, version)
             assert not evaluating.done() and not run.log.refresh().evaluations
             Gated.let_through.set()
-            found = [await evaluating, await next_one, await evaluator.evaluate(_HELD_OUT, 0)]
-            assert [evaluation.version for evaluation in found] == [0, 1, 0]
+            evaluations = [await evaluating, await next_one, await evaluator.evaluate(_HELD_OUT, 0)]
+            assert [evaluation.version for evaluation in evaluations] == [0, 1, 0]
+            workflow = evaluator.player.workflow
+            assert isinstance(workflow, Gated) and workflow.made == ["train", "test"], "each once in a process"
             with pytest.raises(ValueError, match="no policy version 9; it has 0 to 2"):
                 await evaluator.evaluate(_HELD_OUT, 9)
     state = run.log.refresh()

@@ -37,7 +37,7 @@ def _status(code: int, text: str = "no") -> Answer:
 
 @contextmanager
 def _server(*answers: Answer | None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server and what it was asked; it gives these answers in order, the last one for ever, and null never."""
+    """A server and what it was asked; it gives these answers in order, the last one for ever; None is no answer."""
     app, asked = FastAPI(), []
 
     @app.post("/v1/chat/completions")

@@ -258,7 +258,7 @@ def test_a_machine_without_landlock_is_refused_with_the_way_out(monkeypatch: pyt
         require_sandbox()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_users_without_any_privilege_get_the_same_sandbox():
     code = """
 import os, socket, tempfile

@@ -15,7 +15,6 @@ from storage.log.claims import (
     follows_until,
     has_sampled_all,
     next_claim,
-    next_part,
     num_counted,
     owed_by,
     smallest_part,
@@ -269,7 +268,7 @@ def test_a_step_says_what_it_owes_to_anything_but_the_run_file(
     assert follows_until(state) == ((1, "") if owed == NOTHING else (0, owed))
     log.append(a_shard("s1", [a_summary(9)]))
     older = log.append(a_step(log.state, trained=["0.task9"]))
-    assert follows_until(older)[0] == (owed == NOTHING), "nobody knows of a step from before it was recorded"
+    assert follows_until(older)[0] == (owed == NOTHING), "unknown for a step from before it was recorded"
     log.append(Quarantine(shard_id="s1", reason="damaged"))
     assert owed_by(log.state, claim, a_config(**RULES)) == "shard s1 was lost, and its prompts ran again"
 
@@ -281,12 +280,12 @@ def test_parts_come_first_as_they_arrived_and_the_others_in_prompt_order() -> No
     config = a_config(**{**RULES, "batch_size": 5}, stream=True)
     log = a_log()
     log.append(a_shard("s0", [a_summary(4), a_summary(3), a_summary(9, accepted=False)]))
-    first = next_part(log.state, config, [])
+    first = next_claim(log.state, config, [], whole=False)
     assert first is not None and (_ids(first.trained), first.parts) == (["0.task3", "0.task4"], [2])
-    assert next_part(log.state, config, [first.trained]) is None
+    assert next_claim(log.state, config, [first.trained], whole=False) is None
     assert next_claim(log.state, config, [first.trained]) is None
     log.append(a_shard("s1", [a_summary(1)]))
-    second = next_part(log.state, config, [first.trained])
+    second = next_claim(log.state, config, [first.trained], whole=False)
     assert second is not None and _ids(second.trained) == ["0.task3", "0.task4", "0.task1"]
     assert second.parts == [2, 1] and second.trained[-1].shard_id == "s1"
     log.append(a_shard("s2", [a_summary(2), a_summary(0), a_summary(5)]))  # one more than a batch
@@ -301,13 +300,13 @@ def test_a_part_may_be_all_there_is_and_one_that_was_lost_is_none() -> None:
     config = a_config(**RULES, stream=True)
     log = a_log()
     log.append(a_shard("s0", [a_summary(1), a_summary(0)]))
-    part = next_part(log.state, config, [])
+    part = next_claim(log.state, config, [], whole=False)
     assert part is not None
     whole = next_claim(log.state, config, [part.trained])
     assert whole is not None and whole.parts == [2]
     log.append(Quarantine(shard_id="s0", reason="damaged"))
     log.append(a_shard("s1", [a_summary(2), a_summary(3)]))
-    assert next_part(log.state, config, [part.trained]) is None
+    assert next_claim(log.state, config, [part.trained], whole=False) is None
     claim = next_claim(log.state, config, [part.trained])
     assert claim is not None and (_ids(claim.trained), claim.parts) == (["0.task2", "0.task3"], [])
 
@@ -316,9 +315,9 @@ def test_a_part_is_worth_a_pass_of_its_own() -> None:
     config = a_config(**{**RULES, "batch_size": 64}, stream=True)
     log = a_log()
     for number in range(smallest_part(config)):
-        assert next_part(log.state, config, []) is None
+        assert next_claim(log.state, config, [], whole=False) is None
         log.append(a_shard(f"s{number}", [a_summary(number)]))
-    part = next_part(log.state, config, [])
+    part = next_claim(log.state, config, [], whole=False)
     assert part is not None and part.parts == [4]
 
 

@@ -45,7 +45,7 @@ def test_only_who_has_not_changed_its_sign_for_the_whole_patience_is_silent(watc
     assert watch.after(11) == {"dies": 66.0}
 
 
-def test_a_watcher_that_is_new_or_was_busy_gives_everybody_the_whole_patience(watch: _Watch) -> None:
+def test_a_watcher_that_is_new_or_was_busy_gives_every_producer_the_whole_patience(watch: _Watch) -> None:
     watch.join("lives")
     watch.join("dies")
     watch.now += 1e6

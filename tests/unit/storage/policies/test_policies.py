@@ -247,7 +247,7 @@ def test_many_may_fetch_at_once(on_disk: _Trainer, tmp_path: Path):
         assert all(pool.map(fetch_all, range(8)))
 
 
-def test_what_somebody_holds_stays_and_the_rest_goes(on_disk: _Trainer, tmp_path: Path):
+def test_a_held_copy_stays_and_the_others_go(on_disk: _Trainer, tmp_path: Path):
     on_disk.writer = PolicyWriter(on_disk.log, tmp_path / "cache", anchor_every=20)
     made = [on_disk.step() for _ in range(8)]
     slow, fast = (PolicyReader(on_disk.log, tmp_path / "cache") for _ in range(2))

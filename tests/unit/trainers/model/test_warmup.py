@@ -3,6 +3,7 @@
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,26 +23,15 @@ def _chat(prompt: str, reply: str) -> list[Message]:
 _SUMS = [_chat(f"{a}+{b}=", str(a + b)) for a in range(5) for b in range(5)]
 
 
-def _make(
-    folder: Path,
-    *,
-    demonstrations: list[list[Message]] = _SUMS,
-    num_steps: int = 3,
-    target_loss: float = 0.01,
-    seed: int = 0,
-    num_layers: int = 2,
-) -> float:
-    return make_base_model(
-        folder,
-        demonstrations,
-        hidden_size=32,
-        num_layers=num_layers,
-        target_loss=target_loss,
-        num_steps=num_steps,
-        batch_size=8,
-        learning_rate=1e-2,
-        seed=seed,
-    )
+def _make(folder: Path, *, demonstrations: list[list[Message]] = _SUMS, seed: int = 0, **changes: Any) -> float:
+    small: dict[str, Any] = {
+        "hidden_size": 32,
+        "target_loss": 0.01,
+        "num_steps": 3,
+        "batch_size": 8,
+        "learning_rate": 1e-2,
+    }
+    return make_base_model(folder, demonstrations, WarmupSettings(**(small | changes)), seed=seed)
 
 
 def test_a_few_steps_make_a_sealed_folder_that_transformers_and_the_trainer_load(tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def test_remax_subtracts_the_greedy_reward_and_needs_both() -> None:
 
 
 def _gdpo(parts: np.ndarray, weights: np.ndarray, groups: np.ndarray, ddof: int, eps: float) -> np.ndarray:
-    """`parts` has shape [B, K], NaN where null."""
+    """`parts` has shape [B, K], NaN for None."""
     sums, silent = np.zeros(len(parts)), np.isnan(parts).all(axis=1)
     for rows in (np.flatnonzero(groups == group) for group in np.unique(groups)):
         for rewards, weight in zip(parts[rows].T, weights, strict=True):
@@ -413,7 +413,7 @@ def test_kinds_with_an_advantage_per_token_give_none_per_attempt_and_distillatio
 
 @pytest.mark.parametrize("settings", [GrpoAdvantage(), GaeAdvantage(), OpoAdvantage(), RemaxAdvantage()])
 def test_a_batch_without_any_reward_is_refused_with_what_to_change(settings: Any) -> None:
-    with pytest.raises(ValueError, match="all 2 rewards are null.*a number.*millrace rollout once"):
+    with pytest.raises(ValueError, match="all 2 rewards are None.*a number.*millrace rollout once"):
         _of(settings, [NULL, NULL], [0, 0])
 
 

@@ -91,13 +91,22 @@ def test_what_a_trial_of_five_tokens_shows_is_said_before_training(body: str, me
 
 
 def test_a_sum_that_would_stand_in_for_one_of_the_trainers_is_an_error(tmp_path: Path) -> None:
-    taken = ["loss", "tokens", *OFF_POLICY, "entropy", "importance_squared", "value_error/of", "reward", "trained_rows"]
-    taken += ["grad_norm/mlp", "learning_rate", "effective_sample_size", "staleness_mean"]
-    sums = dict.fromkeys([*taken, "mine"], 1.0)
+    reserved = [
+        "loss",
+        "tokens",
+        *OFF_POLICY,
+        "entropy",
+        "importance_squared",
+        "value_error/of",
+        "reward",
+        "trained_rows",
+    ]
+    reserved += ["grad_norm/mlp", "learning_rate", "effective_sample_size", "staleness_mean"]
+    sums = dict.fromkeys([*reserved, "mine"], 1.0)
     path = _file(
         tmp_path, f"def f(inputs): return LossOutput(loss=(inputs.weights * inputs.logprobs).sum(), sums={sums})"
     )
-    with pytest.raises(ValueError, match=f"sums {re.escape(str(taken))} have names that the trainer's own metrics"):
+    with pytest.raises(ValueError, match=f"sums {re.escape(str(reserved))} have names that the trainer's own metrics"):
         check_loss(path, {})
 
 
