@@ -27,7 +27,8 @@ from infra.placement import check_shares, gpus_of, nodes_to_use
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_parser
 from rollouts.engines.vllm.core_start import is_cpu_build
-from rollouts.production.engine_choice import check_cpu_engine, check_engine_arguments
+from rollouts.production.engine_arguments import check_engine_arguments
+from rollouts.production.engine_choice import check_cpu_engine
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
 from rollouts.workflow import Workflow, place_of
@@ -88,6 +89,8 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     """
     check_run_id(config.run)
     check_sandbox(config)
+    check_engine_arguments(config.engine.vllm)
+    check_cpu_engine(config.engine.vllm)
     check_room(written_places(config.store))
     loaded = load_workflow(config)
     tasks = load_tasks(loaded, config)
@@ -104,8 +107,6 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     check_lengths(config)
     check_adapters(config)
     check_router_replay(config)
-    check_engine_arguments(config.engine.vllm)
-    check_cpu_engine(config.engine.vllm)
     probe(store := open_store(store_uri(config.store)))  # before it is read: what was recorded there decides
     config = for_this_machine(config, about_model(config))
     check_devices(config)

@@ -62,6 +62,8 @@ def test_two_workers_two_steps_an_update_and_an_evaluator_of_its_own(home: Home,
     assert sum(line.split()[:1] == ["user"] for line in shown) == 8
     assert sum(line.startswith("  attempt ") and ": " in line and ", reward " in line for line in shown) == 8
     assert shown[-1].endswith("of 2 groups accepted; nothing was committed")
+    assert shown[-2].startswith("8 attempts: ") and "; mean reward " in shown[-2]
+    assert "\n1 of 2 prompts attempted\n" in done.stderr
     assert open_run(LocalStore(home.path / "store"), "scripted").state.counters() == state.counters()
 
 
