@@ -169,11 +169,18 @@ def load_workflow(config: RunConfig) -> Workflow:
         workflow_class = load_object(config.workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
         raise InvalidInput(f"workflow = {config.workflow!r} is not a subclass of millrace.Workflow")
-    with errors_of_users(f"{config.workflow}({config.dataset or None!r})", workflow_class.__init__):
+    made_by = vars(workflow_class).get("__init__", workflow_class)  # of a dataclass it has no file
+    is_written = os.path.isfile(getattr(getattr(made_by, "__code__", None), "co_filename", ""))
+    with errors_of_users(f"{config.workflow}({config.dataset or None!r})", made_by if is_written else workflow_class):
         loaded = workflow_class(config.dataset or None)
     for name in ("tasks", "run"):
         if getattr(workflow_class, name) is getattr(Workflow, name):
             raise InvalidInput(f"{config.workflow} has no {name}(); write it")
+    for name in ("tasks", "demonstrations", "reference_reply", "accept", "run"):
+        if isinstance(value := inspect.getattr_static(loaded, name), property) or not hasattr(value, "__get__"):
+            raise InvalidInput(
+                f"{config.workflow}.{name} is a {type(value).__name__}, not a method: write `def {name}`"
+            )
     for name in ("tasks", "demonstrations", "reference_reply", "accept"):
         method = inspect.unwrap(getattr(loaded, name))
         if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
