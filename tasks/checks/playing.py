@@ -243,7 +243,8 @@ async def _attempts(
         try:
             return await asyncio.gather(*(play(split, task) for split, task in tasks))
         finally:
-            await workflow.close()
+            with errors_of_users(f"{type(workflow).__name__}.close()", workflow.close):
+                await workflow.close()
             if "rollouts.endpoint.agent_endpoint" in sys.modules:  # what was not imported was not started
                 from rollouts.endpoint.agent_endpoint import close_agent_endpoint
 

@@ -193,7 +193,10 @@ def load_workflow(config: RunConfig) -> Workflow:
             raise InvalidInput(
                 f"{config.workflow}.{name} is no coroutine: write `async def {name}`, at {place_of(method)}"
             )
-    for name in getattr(loaded, "preload", ()):
+    preload = getattr(loaded, "preload", ())
+    if not isinstance(preload, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in preload):
+        raise InvalidInput(f"{config.workflow}.preload is {preload!r}; write a list of names of modules")
+    for name in preload:
         if importlib.util.find_spec(name.partition(".")[0]) is None:
             raise InvalidInput(f"{config.workflow}.preload names {name!r}, and there is no such module; install it")
     return loaded

@@ -248,6 +248,15 @@ _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1
             InvalidInput,
             "preload names 'no_such_module', and there is no such module",
         ),
+        *(
+            (f"preload = {value}\n{_ASKS}", InvalidInput, rf"preload is {value}; write a list of names of modules")
+            for value in ("3", "'json'")
+        ),
+        (
+            _ASKS + "async def close(self):\n    raise RuntimeError('bye')",
+            InvalidInput,
+            r"Mine.close\(\): RuntimeError: bye\n  at .*mine\.py:18 in close",
+        ),
         (
             "def __init__(self):\n    pass\nasync def run(self, task, chat):\n    return 1",
             InvalidInput,
