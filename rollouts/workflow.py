@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollouts.chat.chat import Chat
@@ -49,6 +49,9 @@ def as_score(returned: object, run: Callable[..., object]) -> Score:
     """
     if isinstance(returned, Score):
         rewards = {"reward": returned.reward, **returned.parts}
+        if unnamed := [name for name in rewards if not isinstance(name, str)]:
+            problem = f"{run.__qualname__} returned a Score with a part named {unnamed[0]!r}, and not by a text"
+            raise WrongWorkflow(f"{problem}. It is at {place_of(run)}")
         if wrong := [name for name, value in rewards.items() if not isinstance(value, float | None)]:
             problem = f"{run.__qualname__} returned a Score whose {wrong[0]} is {rewards[wrong[0]]!r}, and not a number"
             raise WrongWorkflow(f"{problem}. It is at {place_of(run)}")
@@ -69,8 +72,25 @@ def as_score(returned: object, run: Callable[..., object]) -> Score:
     )
 
 
+def as_scores(returned: object, score_group: Callable[..., object], *, num_attempts: int) -> list[Score] | None:
+    """What `score_group` returned, as one score for each attempt; None if it has nothing to say.
+
+    Raises `WrongWorkflow`, which names the line of `score_group`, for anything else.
+    """
+    if returned is None:
+        return None
+    scores = [] if isinstance(returned, Mapping | str) or not isinstance(returned, Iterable) else list(returned)
+    if len(scores) != num_attempts:
+        what = f"{len(scores)} scores" if scores else type(returned).__name__
+        problem = f"{score_group.__qualname__} returned {what} for {num_attempts} attempts; return one Score each"
+        raise WrongWorkflow(f"{problem}, in a list. It is at {place_of(score_group)}")
+    return [as_score(each, score_group) for each in scores]
+
+
 def place_of(function: Callable[..., object]) -> str:
-    """File and line of a function that a user wrote."""
+    """File and line of a function or a class that a user wrote."""
+    if isinstance(function, type):
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
     code = getattr(inspect.unwrap(function), "__code__", None)
     return repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -113,6 +133,10 @@ class Workflow:
     @property
     def dataset(self) -> str | None:
         """The run file's `dataset`."""
+        if not hasattr(self, "_dataset"):
+            raise WrongWorkflow(
+                f"{type(self).__name__}.__init__ does not call super().__init__(dataset); it must, first"
+            )
         self.dataset_was_read = True
         return self._dataset
 

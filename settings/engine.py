@@ -56,7 +56,8 @@ class EngineSettings(Block):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Settings of the model's chat template, for example {"enable_thinking": false} or {"reasoning_effort": "low"}."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Passed on as vLLM's engine arguments, for example {"tensor_parallel_size": 2}."""
+    """Passed on as vLLM's engine arguments, for example {"tensor_parallel_size": 2}. Names, types and bounds are
+    checked before anything starts; what vLLM asks between arguments, it says when an engine starts."""
 
     @field_validator("vllm")
     @classmethod

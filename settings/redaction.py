@@ -39,6 +39,14 @@ _SETTING = re.compile(
     rf"^(?:token|pat|jwt|dsn|cookie|authorization|bearer)$|(?:^|[-_])(?:{_NAMED}|pat)$", re.IGNORECASE
 )
 _END = r"[^\s&;,'\"<>#)]+"
+_WORDS = (
+    r"(?!(?:an?|any|are|cannot|empty|expected|for|from|give|given|has|if|in|incorrect|invalid|is|it|leave|missing|must"
+    r"|needed|no|none|not|null|of|only|or|rejected|required|see|set|that|the|this|to|undefined|unset|use|was|wrong"
+    r"|you|your)(?![^\s,.;:!?)\"']))"
+)
+"""Words with which a sentence goes on: `no password: any client may read` has no secret in it."""
+_NO_VALUE = r"(?!(?:none|null|true|false|undefined)(?![^\s,.;:!?)}\]\"']))"
+"""`api_key=None`, as a traceback shows it."""
 _IN_ADDRESS: tuple[tuple[re.Pattern[str], str], ...] = (
     # The name and the password, which may hold a slash, up to the last `@`.
     (re.compile(r"(?<=://)[^\s:/?#@\"<>]{0,200}:[^\s\"<>]{0,500}@"), "***@"),
@@ -67,20 +75,28 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 """Secrets that can be told by their first letters."""
 _NAMED_IN_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"(?<![^\s/*])[^\s/*]{1,200}:[^\s/]{0,200}@"), "***@"),  # an address without its scheme
+    # An address without its scheme; `mailto:` is none, nor is the digest of an image.
+    (re.compile(r"(?<![^\s/*])(?!mailto:)[^\s/*]{1,200}:[^\s/]{0,200}@(?!sha256:)"), "***@"),
     # `"password": "…"`, also in JSON that is text of JSON; `host=db password=…`, `password: …`, `--api-key …`
     (
         re.compile(rf"({_NAMED}\\{{0,3}}[\"']?\s?[:=]\s?\\{{0,3}}([\"']))(?:(?!\2)[^\n]){{1,5000}}", re.IGNORECASE),
         r"\1***",
     ),
-    (re.compile(rf"((?:{_NAMED}|signature)=){_END}", re.IGNORECASE), r"\1***"),
-    (re.compile(rf"((?:passw(?:or)?d|passphrase):\s|--{_NAMED}\s){_END}", re.IGNORECASE), r"\1***"),
-    (re.compile(r"(\bauthorization[\"']?\s?[:=]\s?[\"']?(?:\w{1,20}\s)?)[^\s\"',]+", re.IGNORECASE), r"\1***"),
+    (re.compile(rf"((?:{_NAMED}|signature)=){_NO_VALUE}{_END}", re.IGNORECASE), r"\1***"),
+    (re.compile(rf"(passphrase:\s|(?:passw(?:or)?d:|--{_NAMED})\s{_WORDS}){_END}", re.IGNORECASE), r"\1***"),
+    (
+        re.compile(
+            rf"(\bauthorization[\"']?\s?[:=]\s?[\"']?{_WORDS}(?:\w{{1,20}}\s)?)[^\s\"',]+",
+            re.IGNORECASE,
+        ),
+        r"\1***",
+    ),
     (re.compile(r"(\bBearer\s)[\w.~+/=-]{8,}"), r"\1***"),
     (re.compile(r"(\b(?:set-)?cookie[\"']?:\s?[\"']?)[^\"'\n]+", re.IGNORECASE), r"\1***"),
     (
         re.compile(
-            r"(\b(?:api-key|(?:auth|security|private|vault|session)-token)[\"']?:\s?[\"']?)[^\s\"',]+", re.IGNORECASE
+            r"(\b(?:api-key|(?:auth|security|private|vault|session)-token)[\"']?:\s?[\"']?)" + _WORDS + r"[^\s\"',]+",
+            re.IGNORECASE,
         ),
         r"\1***",
     ),

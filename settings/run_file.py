@@ -200,7 +200,7 @@ def load_run_file(run: Path | dict[str, Any] | Sequence[Path], overrides: dict[s
     else:
         files = [run] if isinstance(run, Path) else run
         document, source = functools.reduce(_over, map(_read, files), {}), " + ".join(map(str, files))
-    for key, value in absolute_paths(overrides or {}, Path.cwd()).items():
+    for key, value in _kinds_first(absolute_paths(overrides or {}, Path.cwd())).items():
         _set(document, key, value, source=source)
     return make_config(document, source=source)
 
@@ -310,7 +310,7 @@ def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConf
     document = config.model_dump()
     if "train.preset" in changes:
         document["train"] = under_preset(document["train"], changes["train.preset"])
-    for key in sorted(changes, key=lambda key: key.count(".")):  # a kind before what is set about it
+    for key in _kinds_first(changes):
         if key not in changeable and not key.startswith("train."):
             close = difflib.get_close_matches(key, changeable, n=1, cutoff=0.4)
             hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -345,6 +345,11 @@ def _below(key: str, table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield f"{key}.{name}", value
         if isinstance(value, dict):
             yield from _below(f"{key}.{name}", value)
+
+
+def _kinds_first(changes: dict[str, Any]) -> dict[str, Any]:
+    """Changes by dotted key in the order in which they can be made: a kind, or a table, before what is set in it."""
+    return dict(sorted(changes.items(), key=lambda change: change[0].count(".")))
 
 
 def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None:

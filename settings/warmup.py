@@ -20,7 +20,7 @@ class WarmupSettings(Block):
     num_layers: int = Field(default=2, ge=1)
     """Depth of the model."""
     target_loss: float = Field(default=0.23, gt=0)
-    """Stop when the mean loss of the last 20 updates is below this (nats per token)."""
+    """Stop when the mean loss of the last 20 updates is below this (nats per token), or has not fallen for 500."""
     num_steps: int = Field(default=2000, ge=1)
     """Stop after this many supervised updates in any case."""
     batch_size: int = Field(default=128, ge=1)

@@ -93,9 +93,9 @@ class Run:
         return PolicyReader(self._log, cache_folder()).fetch(find_policy(self._log, version))
 
 
-def open_run(name: str, *, store: str = "") -> Run:
+def open_run(name: str, *, store: str | Path = "") -> Run:
     """A run of a store, by default `$MILLRACE_STORE` or `.millrace/store`. Raises `NotFound`, naming its runs."""
-    return Run(open_named(name, store))
+    return Run(open_named(str(name), str(store)))
 
 
 def train(run_file: str | Path | dict[str, Any], /, **overrides: Any) -> dict[str, Any]:
@@ -109,24 +109,26 @@ def train(run_file: str | Path | dict[str, Any], /, **overrides: Any) -> dict[st
     return _outside_of_a_loop(lambda: train_run(source, overrides))
 
 
-def evaluate(run: str, *, version: int | None = None, store: str = "", **changes: Any) -> dict[str, Any]:
+def evaluate(run: str, *, version: int | None = None, store: str | Path = "", **changes: Any) -> dict[str, Any]:
     """Score a policy version on held-out tasks, as `millrace eval` does; returns the score and what it is made of.
 
     `changes` are `split`, `num_tasks`, `n_samples` and `temperature`.
     """
     from cli.run.eval import evaluate_run
 
-    return _outside_of_a_loop(lambda: evaluate_run(run, version=version, store=store, **changes))
+    return _outside_of_a_loop(lambda: evaluate_run(run, version=version, store=str(store), **changes))
 
 
-def replay(run: str, *, first: int = 1, last: int | None = None, store: str = "", **changes: Any) -> dict[str, Any]:
+def replay(
+    run: str, *, first: int = 1, last: int | None = None, store: str | Path = "", **changes: Any
+) -> dict[str, Any]:
     """Train recorded steps again, as `millrace replay` does; returns how each came out beside the record.
 
     `changes` are settings of the trainer that differ: `learning_rate=1e-5`, `**{"train.loss": "cispo"}`.
     """
     from cli.run.replay import replay_run
 
-    return _outside_of_a_loop(lambda: replay_run(run, first=first, last=last, store=store, changes=changes))
+    return _outside_of_a_loop(lambda: replay_run(run, first=first, last=last, store=str(store), changes=changes))
 
 
 def _outside_of_a_loop(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,9 @@ In: a run, and how much of it. Out: shards in the run's log; or every attempt wi
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,9 +23,13 @@ from cli.terminal.formatting import number
 from settings.errors import counted
 
 if TYPE_CHECKING:
+    from infra.cluster import Hosted
     from settings.run_file import RunConfig
     from storage.log.run_log import RunLog
     from storage.records import RolloutGroup, Trajectory
+
+_MOST_CALLS = 64
+"""Calls that wait for one worker at once."""
 
 
 def produce(
@@ -60,19 +67,39 @@ def once(
     log = open_named(run, store)
     config = make_config(local_config(log), source=f"run {run}")
     prompts = f"{counted(n, 'prompt')} of run {run}, {counted(config.n_samples, 'attempt')} each"
-    with working(f"starting the inference engine, then {prompts}"):
-        groups = asyncio.run(_attempt(log, config, num_prompts=n))
+    with working(f"starting the inference engine, then {prompts}") as show:
+        groups = asyncio.run(_attempt(log, config, num_prompts=n, show=show))
     for group in groups:
         verdict = "accepted" if group.accepted else f"rejected: {group.reject_reason}"
         console.print(f"[bold]{escape(group.id)}[/]  {len(group.usable)} of {group.expected} usable, {escape(verdict)}")
         for trajectory in group.trajectories:
             _print_attempt(trajectory, console)
+    console.print(escape(summary(groups)))
     accepted = sum(group.accepted for group in groups)
     console.print(f"{accepted} of {counted(len(groups), 'group')} accepted; nothing was committed")
 
 
-async def _attempt(log: RunLog, config: RunConfig, *, num_prompts: int) -> list[RolloutGroup]:
-    """Attempt the run's first prompts with its live policy, on an engine of its own; commits nothing.
+def summary(groups: Sequence[RolloutGroup]) -> str:
+    """What has become of all attempts, in one line: `8 attempts: 7 ok, 1 error; mean reward 0.43 of 7, from 0 to 1; …`.
+
+    A group teaches if its rewards differ.
+    """
+    attempts = [trajectory for group in groups for trajectory in group.trajectories]
+    statuses = Counter(trajectory.status for trajectory in attempts).most_common()
+    facts = [f"{counted(len(attempts), 'attempt')}: {', '.join(f'{count} {status}' for status, count in statuses)}"]
+    if rewards := [trajectory.reward for trajectory in attempts if trajectory.reward is not None]:
+        spread = f"from {number(min(rewards))} to {number(max(rewards))}"
+        facts.append(f"mean reward {number(sum(rewards) / len(rewards))} of {len(rewards)}, {spread}")
+    differ = sum(len({trajectory.reward for trajectory in group.usable}) > 1 for group in groups)
+    facts.append(f"rewards differ within {differ} of {counted(len(groups), 'group')}")
+    return "; ".join(facts)
+
+
+async def _attempt(
+    log: RunLog, config: RunConfig, *, num_prompts: int, show: Callable[[str], None]
+) -> list[RolloutGroup]:
+    """Attempt the run's first prompts with its live policy, on an engine of its own; commits nothing. Says how far it
+    is each time a tenth of the prompts is done.
 
     What the engine and its libraries print goes to a log file; if something fails, its path is printed.
     """
@@ -92,11 +119,28 @@ async def _attempt(log: RunLog, config: RunConfig, *, num_prompts: int) -> list[
         facts = {"store_uri": log.store.uri, "cache": str(cache_folder()), "code_version": code_version()}
         try:
             await worker.call("open", config, name="debug", **facts)
-            groups: list[RolloutGroup] = await worker.call("rollout_batch", num_prompts)
+            return await _play(worker, config, num_prompts=num_prompts, show=show)
         except Exception:
             open_console(stderr=True).print(f"its log is {worker.log_file}", soft_wrap=True)
             raise
-    return groups
+
+
+async def _play(
+    worker: Hosted, config: RunConfig, *, num_prompts: int, show: Callable[[str], None]
+) -> list[RolloutGroup]:
+    import asyncio
+
+    gate = asyncio.Semaphore(min(config.rollout.max_concurrent, _MOST_CALLS))
+    played = itertools.count(1)
+
+    async def play(position: int) -> RolloutGroup:
+        async with gate:
+            group: RolloutGroup = await worker.call("rollout_prompt", position)
+        if (done := next(played)) < num_prompts and done * 10 // num_prompts > (done - 1) * 10 // num_prompts:
+            show(f"{done} of {counted(num_prompts, 'prompt')} attempted")
+        return group
+
+    return list(await asyncio.gather(*map(play, range(num_prompts))))
 
 
 def _print_attempt(trajectory: Trajectory, console: Console) -> None:

@@ -96,7 +96,7 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
     """`key=value` pairs; values in TOML's form, bare words as strings, and what is set to a string as it is written: a
     run may be called 2026-11-27.
 
-    Raises `InvalidInput` for a word that is no such pair.
+    Raises `InvalidInput` for a word that is no such pair, and for a key that is set twice.
     """
     import tomllib
 
@@ -116,6 +116,8 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
             value = tomllib.loads(f"value = {text}")["value"]
         except (ValueError, RecursionError):  # no TOML
             value = text
+        if key in parsed:
+            raise InvalidInput(f"{key} is set twice, to {parsed[key]!r} and to {value!r}; leave one of them out")
         parsed[key] = text if key in strings and not isinstance(value, str) else value
     return parsed
 

@@ -22,7 +22,7 @@ from rollouts.engines.draws import seed_of
 from rollouts.engines.engine import Engine, EngineError
 from rollouts.rewards.reward_shaping import check_weights, shaped
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
-from rollouts.workflow import CONTEXT, OWED, Score, Workflow, WorkflowContext, WrongWorkflow, as_score
+from rollouts.workflow import CONTEXT, OWED, Score, Workflow, WorkflowContext, WrongWorkflow, as_score, as_scores
 from settings.errors import failure_text
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
@@ -129,8 +129,12 @@ class Player:
         try:
             async with asyncio.timeout(self.config.rollout.attempt_timeout):
                 returned = await self.workflow.score_group(task, usable)
-                scores = None if returned is None else [as_score(s, self.workflow.score_group) for s in returned]
-        except Exception as exception:  # noqa: BLE001 - user code may raise anything; none of these has a reward now
+                scores = as_scores(returned, self.workflow.score_group, num_attempts=len(usable))
+        except WrongWorkflow:
+            raise
+        except (Exception, asyncio.CancelledError) as exception:  # user code may raise anything; none has a reward now
+            if isinstance(exception, asyncio.CancelledError) and is_cancelled():
+                raise
             self._stop_if_told(exception, task)
             status: Status = "timeout" if isinstance(exception, (TimeoutError, RewardTimeout)) else "reward_error"
             error = failure_text(exception, f"score_group: {type(exception).__name__}: {exception}")
@@ -139,11 +143,6 @@ class Player:
         else:
             if scores is None:
                 return trajectories
-            if len(scores) != len(usable):
-                raise WrongWorkflow(
-                    f"{type(self.workflow).__name__}.score_group returned {len(scores)} scores for {len(usable)} "
-                    "attempts; return one Score each"
-                )
             for trajectory, score in zip(usable, scores, strict=True):
                 parts = {**trajectory.reward_parts, **score.parts}
                 vote = trajectory.vote if score.vote is None else score.vote
@@ -198,6 +197,10 @@ class Player:
             status, error = "tool_error", failure_text(exception, str(exception))
         except (Exception, SystemExit) as exception:  # noqa: BLE001 - user code may raise anything; recorded, counted, never reward 0
             status, error = "env_error", failure_text(exception)
+        except asyncio.CancelledError as exception:
+            if is_cancelled():
+                raise
+            status, error = "env_error", failure_text(exception)
         generate_seconds = sum(turn.generate_seconds for turn in chat.turns)
         return Trajectory(
             attempt=attempt,
@@ -215,9 +218,16 @@ class Player:
             vote=score.vote,
         )
 
-    def _stop_if_told(self, exception: Exception, task: Task) -> None:
+    def _stop_if_told(self, exception: BaseException, task: Task) -> None:
         if isinstance(exception, RewardTimeout) and self.rewards.on_timeout == "fail":
             raise RewardTimeout(f"{exception}, at task {task.id!r}; reward.on_timeout is `fail`") from exception
+
+
+def is_cancelled() -> bool:
+    """True if the current task is being cancelled. Otherwise user code raised its `CancelledError` itself, or awaited a
+    task that was cancelled: an error like any other."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def token_bytes(group: RolloutGroup) -> int:

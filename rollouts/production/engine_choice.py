@@ -5,17 +5,11 @@ In: the settings of the run. Out: an `Engine`, not started yet.
 
 from __future__ import annotations
 
-import ast
-import builtins
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any
 
 from rollouts.chat.chat_tokens import ChatTokens
-from rollouts.chat.tool_parsing import vllm_source
 from rollouts.engines.engine import Engine
 from rollouts.engines.vllm.core_start import is_cpu_build
 from settings.errors import InvalidInput
@@ -55,31 +49,6 @@ def pays_back(config: RunConfig, weights_bytes: int) -> bool:
     return weights_bytes < _GAINS_BELOW and most_tokens >= _PAYS_FROM
 
 
-def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise `InvalidInput` for a key of `engine.vllm` that the installed vLLM does not take, or a wrong value.
-
-    Types are read from vLLM's source, which takes seconds to import; one that the source does not spell out passes.
-    """
-    source = vllm_source("engine/arg_utils.py") if arguments else []
-    types = {
-        field.target.id: field.annotation
-        for statement in source
-        if isinstance(statement, ast.ClassDef) and statement.name in ("EngineArgs", "AsyncEngineArgs")
-        for field in statement.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
-    for key, value in arguments.items() if types else ():
-        if key not in types:
-            close = difflib.get_close_matches(key, types, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise InvalidInput(f"engine.vllm.{key}: vLLM's engine has no such argument{hint}")
-        try:
-            TypeAdapter(_type_of(types[key], source)).validate_python(value, strict=True)
-        except ValidationError as error:
-            wrong = " or ".join(dict.fromkeys(problem["msg"] for problem in error.errors()))
-            raise InvalidInput(f"engine.vllm.{key} = {value!r}: vLLM says {wrong}") from None
-
-
 def check_cpu_engine(arguments: Mapping[str, Any]) -> None:
     """Raise `InvalidInput` for arguments that vLLM's CPU build takes and does not carry out, each tried with 0.32."""
     if not is_cpu_build():
@@ -95,32 +64,6 @@ def check_cpu_engine(arguments: Mapping[str, Any]) -> None:
             "engine.vllm.speculative_config, on CPUs: the log-probabilities that vLLM reports of sampled tokens are "
             "not the policy's, with n-grams 0.05 nats per token off in float32, and some NaN; leave it out"
         )
-
-
-def _type_of(annotation: ast.expr, source: Sequence[ast.stmt]) -> Any:
-    """The type that an annotation names, of builtins and the literals that vLLM's configuration defines; else `Any`."""
-    names: dict[str, Any] = {"Any": Any, "Literal": Literal}
-    for name in {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} - names.keys():
-        if not hasattr(builtins, name):
-            names[name] = _literal(name, source)
-    try:
-        return eval(compile(ast.Expression(annotation), "vllm", "eval"), {}, names)
-    except Exception:  # noqa: BLE001 - what is no plain type is not checked
-        return Any
-
-
-def _literal(name: str, source: Sequence[ast.stmt]) -> Any:
-    """A name that `source` imports from vLLM's configuration, if it is a `Literal` there; else `Any`."""
-    for statement in source:
-        if isinstance(statement, ast.ImportFrom) and name in [alias.name for alias in statement.names]:
-            module = (statement.module or "").removeprefix("vllm.").replace(".", "/")
-            defined = vllm_source(f"{module}.py") if module.startswith("config/") else []
-            for line in defined:
-                if not isinstance(line, ast.Assign) or not isinstance(line.value, ast.Subscript):
-                    continue
-                if name in [target.id for target in line.targets if isinstance(target, ast.Name)]:
-                    return _type_of(line.value, defined)
-    return Any
 
 
 def make_engine(config: RunConfig, model: Path) -> Engine:

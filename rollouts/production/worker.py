@@ -279,15 +279,9 @@ class RolloutWorker:
             seconds={"generate": wall_seconds * (1 - share), "reward": wall_seconds * share},
         )
 
-    async def rollout_batch(self, num_prompts: int) -> list[RolloutGroup]:
-        """Attempt the first prompts of the run once and return every group; for debugging, nothing is committed."""
-        gate = asyncio.Semaphore(self.config.rollout.max_concurrent)
-
-        async def play(position: int) -> RolloutGroup:
-            async with gate:
-                return await self._executor.play(self.leases.prompts.at(position))
-
-        return list(await asyncio.gather(*map(play, range(num_prompts))))
+    async def rollout_prompt(self, position: int) -> RolloutGroup:
+        """Attempt one prompt of the run once, by its place in the order; for debugging, nothing is committed."""
+        return await self._executor.play(self.leases.prompts.at(position))
 
     def can_receive(self) -> bool:
         """True if a broadcast would be taken at once, and not after an evaluation."""

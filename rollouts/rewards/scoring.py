@@ -126,6 +126,9 @@ class RewardPool:
                 "a reward is a function of a module, which another process finds, not one in a function, or a lambda"
             )
             raise RewardFailed(f"{name}: InvalidInput: {fault}")
+        if inspect.iscoroutinefunction(reward):
+            fault = "a reward is called in a process of its own and awaited by nothing: write `def`"
+            raise RewardFailed(f"{name}: InvalidInput: {fault}")
         is_built_in = name.startswith(("rollouts.rewards.answers:", "rollouts.rewards.code_reward:"))
         request = {"id": request_id, "function": name, "arguments": arguments}
         line = json.dumps(request, default=_refuse).encode() + b"\n"

@@ -18,6 +18,9 @@ from typing import Any
 
 OWN_PACKAGES = ("millrace", "cli", "infra", "rollouts", "settings", "storage", "tasks", "trainers", "flows")
 """Packages that are ours in every process, whatever else has their name: `millrace/__init__.py` imports them first."""
+_PRODUCT = Path(__file__).resolve().parents[2]
+_SHIPPED = ("examples", "benchmarks")
+"""Packages beside ours with workflows in them: every process finds these modules, whatever folder it stands in."""
 _FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gguf")
 
 
@@ -54,13 +57,18 @@ def local_paths(document: Mapping[str, Any], folders: Sequence[Path]) -> dict[st
 
 
 def moved_paths(recorded: Mapping[str, Any], here: dict[str, Any], requested: Mapping[str, Any]) -> dict[str, Any]:
-    """`here`, which `local_paths` made of `recorded`, with the paths of `requested` for files that were moved.
+    """`here`, which `local_paths` made of `recorded`, with the paths of `requested` for files that were moved, and for
+    a module of ours that is named in another way.
 
     A file was moved if nothing is left at its old place, and the new path ends like the recorded relative one.
     """
-    for key in PATHS:
+    for key, absolute in PATHS.items():
         old, local, new = (_value(document, key) for document in (recorded, here, requested))
-        if not (isinstance(old, str) and isinstance(local, str) and isinstance(new, str)) or os.path.isabs(old):
+        if not (isinstance(old, str) and isinstance(local, str) and isinstance(new, str)):
+            continue
+        if absolute is _code and _with_file(local) == _with_file(new):
+            here = _with(here, key, new)
+        if os.path.isabs(old):
             continue
         tail = [part for part in Path(old).parts if part != os.pardir]
         if local != new and not is_there(local) and os.path.isabs(new) and list(Path(new).parts[-len(tail) :]) == tail:
@@ -85,9 +93,18 @@ def _code(value: str, folder: Path) -> str:
     places = [folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")]
     packages = [folder.joinpath(*parts[:length], "__init__.py") for length in range(1, len(parts))]
     file = next((place for place in places if place.is_file()), None)
+    if folder == _PRODUCT and parts[0] in _SHIPPED:
+        return value
     if file is None or (folder == Path.cwd() and not all(package.is_file() for package in packages)):
         return value  # a package without __init__.py is found from its parent alone
     return f"{_absolute(str(file), folder)}:{name}"
+
+
+def _with_file(value: str) -> str:
+    """An import path with the file of a module of ours in its place."""
+    module, _, name = value.rpartition(":")
+    is_ours = module.partition(".")[0] in _SHIPPED and not module.endswith(".py")
+    return f"{_PRODUCT.joinpath(*module.split('.'))}.py:{name}" if is_ours else value
 
 
 def _named(value: str, folder: Path) -> str:

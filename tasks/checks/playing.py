@@ -21,9 +21,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from rollouts.chat.chat import Chat
-from rollouts.production.attempts import give_threads
+from rollouts.production.attempts import give_threads, is_cancelled
 from rollouts.rewards.scoring import RewardPool, set_reward_pool
-from rollouts.workflow import CONTEXT, Score, Workflow, WorkflowContext, WrongWorkflow, as_score, place_of
+from rollouts.workflow import CONTEXT, Score, Workflow, WorkflowContext, WrongWorkflow, as_score, as_scores, place_of
 from settings.errors import (
     InvalidInput,
     UserError,
@@ -95,27 +95,44 @@ def first_tasks(tasks: Mapping[str, Sequence[Task]], count: int) -> list[tuple[s
     return [(split, task) for split, members in tasks.items() for task in members[:count]]
 
 
+def demonstrated(workflow: Workflow, count: int) -> Sequence[Sequence[Message]]:
+    """The workflow's demonstrations from seed 0. Raises `InvalidInput` for what are no lists of `Message`, and for what
+    the user's code raises."""
+    what, where = f"demonstrations({count}, seed=0)", place_of(workflow.demonstrations)
+    with errors_of_users(what, workflow.demonstrations):
+        chats = workflow.demonstrations(count, seed=0)
+        if not hasattr(chats, "__len__") or not hasattr(chats, "__getitem__") or isinstance(chats, str | dict):
+            raise InvalidInput(f"{what} returned {type(chats).__name__}; return a list of conversations, at {where}")
+        for chat in chats:
+            if isinstance(chat, str | dict | Message) or not all(isinstance(message, Message) for message in chat):
+                members = {type(m).__name__ for m in chat} if isinstance(chat, list | tuple) else set()
+                kind = f"{type(chat).__name__}{f' of {min(members)}' if members else ''}"
+                raise InvalidInput(f"{what} has a {kind} as a conversation, not a list of Message, at {where}")
+            if wrong := [message.content for message in chat if not isinstance(message.content, str)]:
+                raise InvalidInput(f"{what} has a message whose content is {wrong[0]!r}, not text, at {where}")
+    return chats
+
+
 def known_replies(workflow: Workflow) -> Replies:
     """The reference if there is one, else the reply of the demonstration that asks the same."""
-    demonstrated: dict[str, str] = {}
+    reply_to: dict[str, str] = {}
     if type(workflow).demonstrations is not Workflow.demonstrations:
-        with errors_of_users("demonstrations(200, seed=0), which returns lists of Message", workflow.demonstrations):
-            for chat in workflow.demonstrations(200, seed=0):
-                asked = [message.content for message in chat if message.role == "user"]
-                replies = [message.content for message in chat if message.role == "assistant"]
-                if wrong := {message.role for message in chat} - _ROLES:
-                    what = f"demonstrations(200, seed=0) has a message of role {min(wrong)!r}"
-                    place = place_of(workflow.demonstrations)
-                    raise WrongWorkflow(f"{what}; roles are {', '.join(sorted(_ROLES))}, at {place}")
-                if asked and replies:
-                    demonstrated.setdefault(asked[0], replies[0])
+        for chat in demonstrated(workflow, 200):
+            asked = [message.content for message in chat if message.role == "user"]
+            replies = [message.content for message in chat if message.role == "assistant"]
+            if wrong := {message.role for message in chat} - _ROLES:
+                what = f"demonstrations(200, seed=0) has a message of role {min(wrong)!r}"
+                place = place_of(workflow.demonstrations)
+                raise WrongWorkflow(f"{what}; roles are {', '.join(sorted(_ROLES))}, at {place}")
+            if asked and replies:
+                reply_to.setdefault(asked[0], replies[0])
 
     def reply(task: Task, messages: Sequence[Message]) -> str | None:
         reference = workflow.reference_reply(task, messages)
         if not isinstance(reference, str | None):
             what = f"reference_reply returned {type(reference).__name__}, not text"
             raise WrongWorkflow(f"{what}, at {place_of(workflow.reference_reply)}")
-        return demonstrated.get(messages[-1].content) if reference is None else reference
+        return reply_to.get(messages[-1].content) if reference is None else reference
 
     return reply
 
@@ -178,10 +195,7 @@ async def _group(workflow: Workflow, task: Task, chat: Chat, score: Score) -> No
     if not attempt.usable:
         return
     attempts = [attempt, dataclasses.replace(attempt, attempt=1)]
-    scores = await workflow.score_group(task, attempts)
-    if scores is not None and len([as_score(each, workflow.score_group) for each in scores]) != len(attempts):
-        what = f"score_group returned {len(scores)} scores for {len(attempts)} attempts; return one Score each"
-        raise WrongWorkflow(f"{what}. It is at {place_of(workflow.score_group)}")
+    as_scores(await workflow.score_group(task, attempts), workflow.score_group, num_attempts=len(attempts))
     group = RolloutGroup(id=task.id, task=task, position=0, epoch=0, expected=len(attempts), trajectories=attempts)
     if (accepted := workflow.accept(group)) is None:
         raise WrongWorkflow(f"accept returned None; return True or False. It is at {place_of(workflow.accept)}")
@@ -216,6 +230,11 @@ async def _attempts(
         except SystemExit as raised:
             what = f"{workflow.run.__qualname__} ended with SystemExit({raised.code!r})"
             error = WrongWorkflow(f"{what}; raise another error, or return a score. It is at {place_of(workflow.run)}")
+        except asyncio.CancelledError as raised:
+            if is_cancelled():
+                raise
+            what = f"{workflow.run.__qualname__} raised {failure_text(raised)}"
+            error = WrongWorkflow(f"{what}; raise another error. It is at {place_of(workflow.run)}")
         except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is the outcome
             error = raised
             traceback.clear_frames(raised.__traceback__)  # coroutines that were not awaited warn while it is silent
@@ -227,7 +246,8 @@ async def _attempts(
         try:
             return await asyncio.gather(*(play(split, task) for split, task in tasks))
         finally:
-            await workflow.close()
+            with errors_of_users(f"{type(workflow).__name__}.close()", workflow.close):
+                await workflow.close()
             if "rollouts.endpoint.agent_endpoint" in sys.modules:  # what was not imported was not started
                 from rollouts.endpoint.agent_endpoint import close_agent_endpoint
 

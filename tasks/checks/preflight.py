@@ -27,7 +27,8 @@ from infra.placement import check_shares, gpus_of, nodes_to_use
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_parser
 from rollouts.engines.vllm.core_start import is_cpu_build
-from rollouts.production.engine_choice import check_cpu_engine, check_engine_arguments
+from rollouts.production.engine_arguments import check_engine_arguments
+from rollouts.production.engine_choice import check_cpu_engine
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
 from rollouts.workflow import Workflow, place_of
@@ -88,6 +89,8 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     """
     check_run_id(config.run)
     check_sandbox(config)
+    check_engine_arguments(config.engine.vllm)
+    check_cpu_engine(config.engine.vllm)
     check_room(written_places(config.store))
     loaded = load_workflow(config)
     tasks = load_tasks(loaded, config)
@@ -104,8 +107,6 @@ def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     check_lengths(config)
     check_adapters(config)
     check_router_replay(config)
-    check_engine_arguments(config.engine.vllm)
-    check_cpu_engine(config.engine.vllm)
     probe(store := open_store(store_uri(config.store)))  # before it is read: what was recorded there decides
     config = for_this_machine(config, about_model(config))
     check_devices(config)
@@ -168,11 +169,18 @@ def load_workflow(config: RunConfig) -> Workflow:
         workflow_class = load_object(config.workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
         raise InvalidInput(f"workflow = {config.workflow!r} is not a subclass of millrace.Workflow")
-    with errors_of_users(f"{config.workflow}({config.dataset or None!r})", workflow_class.__init__):
+    made_by = vars(workflow_class).get("__init__", workflow_class)  # of a dataclass it has no file
+    is_written = os.path.isfile(getattr(getattr(made_by, "__code__", None), "co_filename", ""))
+    with errors_of_users(f"{config.workflow}({config.dataset or None!r})", made_by if is_written else workflow_class):
         loaded = workflow_class(config.dataset or None)
     for name in ("tasks", "run"):
         if getattr(workflow_class, name) is getattr(Workflow, name):
             raise InvalidInput(f"{config.workflow} has no {name}(); write it")
+    for name in ("tasks", "demonstrations", "reference_reply", "accept", "run"):
+        if isinstance(value := inspect.getattr_static(loaded, name), property) or not hasattr(value, "__get__"):
+            raise InvalidInput(
+                f"{config.workflow}.{name} is a {type(value).__name__}, not a method: write `def {name}`"
+            )
     for name in ("tasks", "demonstrations", "reference_reply", "accept"):
         method = inspect.unwrap(getattr(loaded, name))
         if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
@@ -185,7 +193,10 @@ def load_workflow(config: RunConfig) -> Workflow:
             raise InvalidInput(
                 f"{config.workflow}.{name} is no coroutine: write `async def {name}`, at {place_of(method)}"
             )
-    for name in getattr(loaded, "preload", ()):
+    preload = getattr(loaded, "preload", ())
+    if not isinstance(preload, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in preload):
+        raise InvalidInput(f"{config.workflow}.preload is {preload!r}; write a list of names of modules")
+    for name in preload:
         if importlib.util.find_spec(name.partition(".")[0]) is None:
             raise InvalidInput(f"{config.workflow}.preload names {name!r}, and there is no such module; install it")
     return loaded

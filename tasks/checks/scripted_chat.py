@@ -63,6 +63,9 @@ class ScriptedChat(Chat):
             raise
 
 
+ScriptedChat.__name__ = Chat.__name__  # which a user knows: `'Chat' object has no attribute 'say'`
+
+
 class _Characters(ChatTokens):
     """Stands in for the model's tokenizer: each character is a token."""
 

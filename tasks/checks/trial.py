@@ -37,6 +37,7 @@ from storage.records import Message, Task
 from tasks.checks.playing import (
     Outcome,
     attempts_at,
+    demonstrated,
     errors_of_users,
     first_tasks,
     known_replies,
@@ -79,6 +80,11 @@ def check_tasks(tasks: Sequence[Task], split: str, *, where: str) -> None:
                 fix = "build messages in `run`" if name == "prompt" else f"use str({name})"
                 what = f"task {task.id!r} of split {split!r}: {name} is a {type(value).__name__}, not text"
                 raise InvalidInput(f"{what}: {fix}, at {where}")
+        if not isinstance(task.metadata, dict):
+            kind = type(task.metadata).__name__
+            raise InvalidInput(
+                f"task {task.id!r} of split {split!r}: metadata is a {kind}, not a dictionary, at {where}"
+            )
         try:
             json.dumps(task.metadata)
         except (TypeError, ValueError) as error:
@@ -117,15 +123,14 @@ def check_splits(tasks: Mapping[str, Sequence[Task]]) -> None:
 def check_demonstrations(workflow: Workflow, tasks: Mapping[str, Sequence[Task]]) -> None:
     """What the tiny model learns from: warn of conversations that are longer than it, and of characters of prompts that
     none has. Raises `InvalidInput` for conversations without a reply."""
-    with errors_of_users("demonstrations(200, seed=0), which returns lists of Message", workflow.demonstrations):
-        chats = workflow.demonstrations(200, seed=0)
-        lengths = [sum(len(message.content.encode()) + 1 for message in chat) for chat in chats]
-        replies = [sum(message.role == "assistant" for message in chat) for chat in chats]
-        seen = {character for chat in chats for message in chat for character in message.content}
-        unseen = {character for members in tasks.values() for task in members for character in task.prompt} - seen
-        if unseen:  # a character may be rare
-            for chat in workflow.demonstrations(DEMONSTRATIONS, seed=0):
-                unseen -= {character for message in chat for character in message.content}
+    chats = demonstrated(workflow, 200)
+    lengths = [sum(len(message.content.encode("utf-8", "replace")) + 1 for message in chat) for chat in chats]
+    replies = [sum(message.role == "assistant" for message in chat) for chat in chats]
+    seen = {character for chat in chats for message in chat for character in message.content}
+    unseen = {character for members in tasks.values() for task in members for character in task.prompt} - seen
+    if unseen:  # a character may be rare
+        for chat in demonstrated(workflow, DEMONSTRATIONS):
+            unseen -= {character for message in chat for character in message.content}
     if missing := replies.count(0):
         what = f"{counted(missing, 'conversation')} of demonstrations(200, seed=0) without an assistant's message"
         raise InvalidInput(f"{what}: replies are what is learnt, at {place_of(workflow.demonstrations)}")
@@ -166,6 +171,7 @@ def play_tasks(
     if not config.model and type(workflow).demonstrations is not Workflow.demonstrations:
         check_demonstrations(workflow, tasks)
     outcomes = attempts_at(first, workflow, config, replies, seconds=_SECONDS)
+    warned: set[str] = set()
     for (split, task), outcome in zip(first, outcomes, strict=True):
         error = outcome.error
         if error is None or isinstance(error, Unknown):  # what calls tools is left to `check_references`
@@ -177,7 +183,9 @@ def play_tasks(
                 raise InvalidInput(f"{what}: {failure_text(error)}") from error
             with errors_of_users(what, users_method(workflow)):
                 raise error
-        logger.warning("task %r of split %r, tried with a made-up reply: %s", task.id, split, failure_text(error))
+        if (text := failure_text(error)) not in warned:
+            logger.warning("task %r of split %r, tried with a made-up reply: %s", task.id, split, text)
+        warned.add(text)
     if outcomes and all(outcome.error is None and not outcome.turns for outcome in outcomes):
         method = users_method(workflow)
         what = f"{method.__qualname__} asked the policy nothing in {len(outcomes)} attempts that were tried"
@@ -319,13 +327,17 @@ def _lost(outcome: Outcome, compares: bool) -> str:
     return "" if won else f"its reward is {outcome.reward}, and an attempt that wins has {CORRECT:g}"
 
 
+_SIGNATURE = re.compile(r"\(\) (?:got an unexpected keyword|missing \d+ required|takes .* positional arguments?\b)")
+
+
 def _is_certain(error: Exception) -> bool:
-    """True if no other reply could have avoided it: a name that is nowhere, a field that our objects do not have, and
-    what our rewards say of the task or the machine."""
+    """True if no other reply could have avoided it: a name that is nowhere, a field that our objects do not have, a
+    call with other arguments than the function has, and what our rewards say of the task or the machine."""
     ours = isinstance(error, AttributeError) and type(error.obj).__module__.partition(".")[0] in ("rollouts", "storage")
     if isinstance(error, RewardFailed) and _NEVER.search(str(error)):
         return True
-    return ours or issubclass(_kind(error), NameError | ImportError | InvalidInput)
+    calls_amiss = isinstance(error, TypeError) and bool(_SIGNATURE.search(str(error)))
+    return ours or calls_amiss or issubclass(_kind(error), NameError | ImportError | InvalidInput)
 
 
 def _kind(error: Exception) -> type[BaseException]:

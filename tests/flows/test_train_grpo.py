@@ -95,6 +95,8 @@ def test_a_debug_rollout_shows_its_groups_and_commits_nothing(finished: Home) ->
     assert sum(line.split()[:1] == ["user"] for line in shown) == 8
     assert sum(line.startswith("  attempt ") and ": " in line and ", reward " in line for line in shown) == 8
     assert shown[-1].endswith("2 of 2 groups accepted; nothing was committed")
+    assert shown[-2].startswith("8 attempts: ") and "; mean reward " in shown[-2]
+    assert "\n1 of 2 prompts attempted\n" in done.stderr
     assert _log(finished).state.entries == before.entries
 
 

@@ -7,8 +7,9 @@ character tokenizer, taught by supervised training to a middling level that rein
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from storage.records import Message
 logger = logging.getLogger("millrace.warmup")
 
 SECONDS_BETWEEN_LINES = 5.0
+PATIENCE = 500
+"""Updates without a fall of 1 % after which a target is out of reach: the noise of careless demonstrations stays."""
 
 _SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
 _CHAT_TEMPLATE = (
@@ -44,7 +47,8 @@ def make_base_model(
 ) -> float:
     """Train a model from scratch on the replies in each demonstration; returns the final loss (nats per token).
 
-    The folder holds config, weights (float32), tokenizer and `digest.json`.
+    Training ends at `target_loss`, a mean over the last 20 updates, or when the loss no longer falls, or after
+    `num_steps`. The folder holds config, weights (float32), tokenizer and `digest.json`.
     """
     torch.manual_seed(seed)
     tokenizer = character_tokenizer({character for chat in demonstrations for m in chat for character in m.content})
@@ -65,7 +69,8 @@ def make_base_model(
     model = Qwen2ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     started = logged_at = time.perf_counter()
-    recent: deque[float] = deque(maxlen=20)
+    losses: list[float] = []
+    lowest, lowest_step = math.inf, 0
     for step in range(1, settings.num_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * min(1.0, step / 50)
@@ -78,14 +83,23 @@ def make_base_model(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        recent.append(float(loss.detach()))
-        mean_loss = sum(recent) / len(recent)
-        done = step == settings.num_steps or (len(recent) == recent.maxlen and mean_loss <= settings.target_loss)
+        losses.append(float(loss.detach()))
+        mean_loss, level = statistics.fmean(losses[-20:]), statistics.fmean(losses[-100:])
+        if level < 0.99 * lowest:
+            lowest, lowest_step = level, step
+        ends = ""
+        if step >= 20 and mean_loss <= settings.target_loss:
+            ends = "reached"
+        elif step - lowest_step >= PATIENCE:
+            ends = f"ends here: it has not fallen for {PATIENCE} updates, so warmup.target_loss is out of reach"
+        elif step == settings.num_steps:
+            ends = "ends here, after warmup.num_steps"
         now = time.perf_counter()
-        if done or now - logged_at >= SECONDS_BETWEEN_LINES:
-            logged_at, counts = now, (step, settings.num_steps, mean_loss, settings.target_loss)
-            logger.info("base model: step %d of at most %d, loss %.3f, wanted %g, %.0f s", *counts, now - started)
-        if done:
+        if ends or now - logged_at >= SECONDS_BETWEEN_LINES:
+            facts = (step, settings.num_steps, mean_loss, settings.target_loss, now - started)
+            logged_at, why = now, f"; {ends}" if ends else ""
+            logger.info("base model: step %d of at most %d, loss %.3f, wanted %g, %.0f s%s", *facts, why)
+        if ends:
             break
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)

@@ -168,6 +168,7 @@ def test_overrides_are_toml_values_and_bare_words() -> None:
 def test_bad_input_is_one_sentence_before_anything_starts(home: Path) -> None:
     refused = {
         "stepz=4": "did you mean 'steps'",
+        "seed=1 steps=4 seed=2": "seed is set twice, to 1 and to 2; leave one of them out",
         "--steps 4": "no option --steps (-h lists them); settings are key=value",
         "=4": "'=4': write settings as key=value",
         "train.shedule=linear": "did you mean 'train.schedule'",

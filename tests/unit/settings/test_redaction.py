@@ -61,10 +61,16 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
         ("https://hooks.slack.com/services/T0/B0/abc is away", "https://hooks.slack.com/*** is away"),
         ("npm_abcdefghijklmnopqrstuvwxyz0123456789 rk_live_abcdefghijklmnop", "*** ***"),
         ("sk-abcdefghijklmnopqrst123 eyJhbGciOiJ.eyJzdWIiOiIx.c2ln", "*** ***"),
+        ("no password: any1 --password=anything", "no password: *** --password=***"),
+        ("passphrase: the quick", "passphrase: *** quick"),
+        ("Authorization: Nothing, x-api-key: required-1", "Authorization: ***, x-api-key: ***"),
         *(
             (text, text)
             for text in [
+                "MLflow's server has no password: any client may read, and password: required; --api-key is missing",
+                "no api-key: set one; Authorization: none given. Client(api_key=None, password=null)",
                 "sqlite:////home/me/mlflow.db",
+                "mailto:me@host and python:3.11@sha256:0f",
                 "mail me@host: now",
                 "http://127.0.0.1:5000/#/experiments/0 and me@host",
                 "tokens=7 max_tokens=16 eos_token=<end> key=value",

@@ -245,6 +245,9 @@ def test_dotted_overrides_reach_into_tables_that_are_there_or_not_and_a_missing_
     config = load_run_file(path, overrides)
     assert (config.steps, config.train.loss) == (5, CispoLoss(clip_low=0.1))
     assert config.engine.vllm == {"dtype": "float32"}
+    backwards = {"train.loss.clip_low": 0.3, "train.loss": "cispo", "engine.vllm.dtype": "half", "engine.vllm": {}}
+    config = load_run_file(path, backwards)
+    assert (config.train.loss, config.engine.vllm) == (CispoLoss(clip_low=0.3), {"dtype": "half"})
 
 
 def test_a_replay_changes_settings_of_the_trainer_and_says_which() -> None:

@@ -133,11 +133,24 @@ def test_what_is_not_finite_is_no_reward_and_reaches_neither_log_nor_score(token
 
 
 def test_what_user_code_raises_ends_its_attempt_and_no_other(tokens: ChatTokens):
-    group = _group(tokens, _Given(SystemExit(3), KeyError("a"), 1.0, 0.0))
-    assert [(each.status, each.reward) for each in group.trajectories] == [
-        *[("env_error", None)] * 2,
-        *(("ok", 1.0), ("ok", 0.0)),
-    ]
+    group = _group(tokens, _Given(SystemExit(3), KeyError("a"), asyncio.CancelledError(), 1.0))
+    assert [(each.status, each.reward) for each in group.trajectories] == [*[("env_error", None)] * 3, ("ok", 1.0)]
+
+
+class _LosesATask(_Given):
+    """Comparing its attempts awaits a task that it has cancelled."""
+
+    async def score_group(self, task: Task, attempts: Any) -> list[Score]:
+        lost = asyncio.create_task(asyncio.sleep(60))
+        lost.cancel()
+        await lost
+        return []
+
+
+def test_a_task_that_user_code_cancels_ends_no_group(tokens: ChatTokens):
+    group = _group(tokens, _LosesATask(1.0, 1.0, 0.0, 0.0))
+    assert [(each.status, each.reward) for each in group.trajectories] == [("reward_error", None)] * 4
+    assert "CancelledError" in group.trajectories[0].error
 
 
 def test_an_evaluation_reports_the_tasks_own_reward(tokens: ChatTokens):

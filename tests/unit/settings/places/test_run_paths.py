@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from infra.user_code import PRODUCT
 from settings.block import keys
 from settings.places.run_paths import PATHS
 from settings.run_file import RunConfig, default_values, load_run_file, make_config
@@ -129,3 +130,23 @@ def test_a_run_of_before_the_folder_was_recorded_has_its_paths_where_one_stands_
         monkeypatch.chdir(folder)
         log = _with_step(create_run(store, "old", wanted))
         assert local_config(log) == wanted
+
+
+def test_an_example_is_one_thing_whether_a_run_file_or_a_deployment_names_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A deployment stands in the checkout, where the module is a file; such runs of before go on."""
+    monkeypatch.chdir(PRODUCT)
+    example = load_run_file(Path("examples/arithmetic.toml"), {"run": "mine"})
+    deployed = load_run_file({"workflow": "examples.arithmetic:Arithmetic"})
+    assert example.workflow == deployed.workflow == "examples.arithmetic:Arithmetic"
+
+    store, wanted = LocalStore(tmp_path), example.model_dump(mode="json")
+    before = {**wanted, "workflow": f"{PRODUCT}/examples/arithmetic.py:Arithmetic"}
+    _with_step(log := create_run(store, "mine", before))
+    assert json.loads(store.get("runs/mine/run.json"))["config"]["workflow"] == "examples/arithmetic.py:Arithmetic"
+    for folder in (PRODUCT, tmp_path):
+        monkeypatch.chdir(folder)
+        assert continues(log, wanted, defaults=default_values()) and continues(log, before, defaults=default_values())
+    with pytest.raises(RunExists, match="workflow"):
+        continues(log, {**wanted, "workflow": "examples.gsm8k:Arithmetic"}, defaults=default_values())

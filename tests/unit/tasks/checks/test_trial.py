@@ -72,7 +72,47 @@ _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1
         (
             _ASKS + "async def score_group(self, task, attempts):\n    return [1.0]",
             Exception,
-            r"score_group returned 1 scores for 2 attempts; return one Score each. It is at .*mine\.py:17",
+            r"score_group returned 1 scores for 2 attempts; return one Score each, in a list. It is at .*mine\.py:17",
+        ),
+        (
+            _ASKS + "async def score_group(self, task, attempts):\n    return {0: 1.0, 1: 0.0}",
+            Exception,
+            r"score_group returned dict for 2 attempts; return one Score each, in a list. It is at .*mine\.py:17",
+        ),
+        (
+            "async def run(self, task, chat):\n    await chat.ask('p')\n    return Score(rewrd=1)",
+            InvalidInput,
+            r"got an unexpected keyword argument 'rewrd'\n  at .*mine\.py:16 in run",
+        ),
+        (
+            _ASKS.replace("return 1", "return Score(reward=1, parts={1: 2.0})"),
+            Exception,
+            r"a Score with a part named 1, and not by a text. It is at .*mine\.py:14",
+        ),
+        (
+            "def tasks(self, split):\n    return [Task(id='a', prompt='p', metadata=[1])]\n" + _ASKS,
+            InvalidInput,
+            r"task 'a' of split 'train': metadata is a list, not a dictionary, at .*mine\.py:14",
+        ),
+        *(
+            (
+                f"def demonstrations(self, count, seed):\n    {body}\n{_ASKS}",
+                InvalidInput,
+                rf"demonstrations\(200, seed=0\) {sentence}, at .*mine\.py:14",
+            )
+            for body, sentence in {
+                "yield [Message(role='user', content='0')]": "returned generator; return a list of conversations",
+                "return [('0', '7')]": "has a tuple of str as a conversation, not a list of Message",
+                "return [[{'role': 'user', 'content': '0'}]]": "has a list of dict as a conversation, not a list of .*",
+                "return [Message(role='user', content='0')]": "has a Message as a conversation, not a list of Message",
+                "return [[Message(role='user', content=None)]]": "has a message whose content is None, not text",
+            }.items()
+        ),
+        (
+            "def __init__(self, dataset):\n    pass\ndef tasks(self, split):\n"
+            "    return [Task(id='a', prompt=str(self.dataset))]\n" + _ASKS,
+            Exception,
+            r"Mine.__init__ does not call super\(\).__init__\(dataset\); it must, first",
         ),
         (_ASKS.replace("return 1", "exit(3)"), Exception, r"Mine.run ended with SystemExit\(3\); .*mine\.py:14"),
         (
@@ -111,6 +151,22 @@ _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1
             "    raise KeyError(split)\nasync def run(self, task, chat):\n    return 1",
             InvalidInput,
             r"has no split 'test', or cannot make its tasks: KeyError: 'test'\n  at .*mine\.py:17 in tasks",
+        ),
+        ("tasks = []\n" + _ASKS, InvalidInput, "Mine.tasks is a list, not a method: write `def tasks`"),
+        (
+            "@property\ndef tasks(self):\n    return []\n" + _ASKS,
+            InvalidInput,
+            "Mine.tasks is a property, not a method: write `def tasks`",
+        ),
+        (
+            "async def run(self, task, chat):\n    import asyncio\n    raise asyncio.CancelledError('mine')",
+            Exception,
+            r"Mine.run raised CancelledError: mine[^\0]*; raise another error. It is at .*mine\.py:14",
+        ),
+        (
+            "async def run(self, task, chat):\n    return float(await chat.say('p') == '7')",
+            InvalidInput,
+            "'Chat' object has no attribute 'say'",
         ),
         (
             "def tasks(self, split):\n    yield 1\nasync def run(self, task, chat):\n    return 1",
@@ -191,6 +247,15 @@ _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1
             "preload = ['no_such_module']\nasync def run(self, task, chat):\n    return 1",
             InvalidInput,
             "preload names 'no_such_module', and there is no such module",
+        ),
+        *(
+            (f"preload = {value}\n{_ASKS}", InvalidInput, rf"preload is {value}; write a list of names of modules")
+            for value in ("3", "'json'")
+        ),
+        (
+            _ASKS + "async def close(self):\n    raise RuntimeError('bye')",
+            InvalidInput,
+            r"Mine.close\(\): RuntimeError: bye\n  at .*mine\.py:18 in close",
         ),
         (
             "def __init__(self):\n    pass\nasync def run(self, task, chat):\n    return 1",
@@ -284,6 +349,41 @@ def test_what_run_raises_is_a_sentence_with_the_users_line(tmp_path: Path, body:
     first, where, *_ = str(caught.value).split("\n")
     assert re.match(f"task 'train-0' of split 'train', played before anything was started: {error}", first), first
     assert re.match(r"  at \S*mine.py:\d+ in (run|broken): ", where) and line in where, where
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "sentence"),
+    [
+        ("@dataclasses.dataclass(frozen=True)\n", "", "takes 1 positional"),
+        ("", "    @abc.abstractmethod\n    def todo(self): ...\n", "Can't instantiate abstract class"),
+    ],
+)
+def test_what_cannot_be_made_is_said_with_the_line_of_the_users_class(
+    tmp_path: Path, head: str, body: str, sentence: str
+) -> None:
+    file = tmp_path / "mine.py"
+    imports = "import abc, dataclasses\nfrom millrace import Workflow\n"
+    file.write_text(f"{imports}{head}class Mine(Workflow, abc.ABC):\n    x = 1\n{body}")
+    with pytest.raises(InvalidInput, match=rf"{sentence}.*; it is at .*mine\.py:3"):
+        check_run(a_config(workflow=f"{file}:Mine", store=str(tmp_path / "store")))
+
+
+def test_a_reward_that_is_a_coroutine_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "async_rewards.py").write_text("async def mine(reply):\n    return 1.0\n")
+    ask = "    return await score(mine, await chat.ask('p'))"
+    with pytest.raises(InvalidInput, match="async_rewards.*mine: InvalidInput: a reward is called .* write `def`"):
+        _check(tmp_path, f"async def run(self, task, chat):\n    from async_rewards import mine\n{ask}")
+
+
+def test_one_error_of_all_attempts_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "millrace.preflight"):
+        _check(
+            tmp_path,
+            "def demonstrations(self, count, seed):\n"
+            "    return [[Message(role='user', content='7? '), Message(role='assistant', content='7')]]\n"
+            "async def run(self, task, chat):\n    return {}[await chat.ask('p')]",
+        )
+    assert caplog.text.count("tried with a made-up reply: KeyError") == 1
 
 
 @pytest.mark.parametrize("body", ["return 1", "return True", "return await score(exact, '7', task.answer)"])

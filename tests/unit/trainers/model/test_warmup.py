@@ -102,3 +102,16 @@ def test_it_says_how_far_it_is_by_the_clock_and_where_it_ended(
     steps = [message.partition(", loss")[0] for message in caplog.messages]
     assert steps == [f"base model: step {step} of at most 3" for step in (1, 2, 3)]
     assert all(", wanted 0.01, " in message for message in caplog.messages)
+
+
+def test_a_target_out_of_reach_ends_when_the_loss_no_longer_falls_and_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup, "PATIENCE", 40)
+    coin = [_chat("x", reply) for reply in "01"]  # 0.69 nats for the digit, none for the end
+    with caplog.at_level(logging.INFO, logger="millrace.warmup"):
+        loss = _make(tmp_path / "model", demonstrations=coin, num_steps=2000, num_layers=1)
+        _make(tmp_path / "short", num_steps=2, num_layers=1)
+    assert loss == pytest.approx(0.69 / 2, abs=0.05)
+    assert "; ends here: it has not fallen for 40 updates, so warmup.target_loss is out of" in caplog.messages[-2]
+    assert caplog.messages[-1].endswith("; ends here, after warmup.num_steps")
