@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,8 @@ def lanes(log: RunLog) -> dict[str, Any]:
     """What trainer, engines and each rollout worker did in the last `MOST_ROUNDS` rounds: bars of start and seconds.
 
     A shard's bar ends when it was committed. A step's parts end with its commit, in their order; a policy that the
-    engines loaded ends with its alias. What other commands did after a session's end, such as evaluations, is left out.
+    engines loaded ends with its alias. What other commands did after a session's end, such as evaluations, is left out,
+    and so is the time from the end of the work of a session to the first work of the next.
     """
     steps = log.state.steps.numbers[-MOST_ROUNDS - 1 :]
     bars: dict[str, list[dict[str, Any]]] = {"trainer": [], "engines": []}
@@ -187,10 +189,25 @@ def lanes(log: RunLog) -> dict[str, Any]:
     for bar in bars["engines"]:
         bar["seconds"] = publishing.get(bar["policy"], 0.0)
         bar["start"] -= bar["seconds"]
+    _leave_out_pauses([bar for each in bars.values() for bar in each])
     last = log.state.step
     first = max(1, last - MOST_ROUNDS + 1)
     named = [{"name": name, "bars": each} for name, each in bars.items() if each]
     return {"first": first, "last": last, "lanes": named}
+
+
+def _leave_out_pauses(bars: Sequence[dict[str, Any]]) -> None:
+    """Move bars to the right, in place, so that the work of a session ends where that of the next begins, and marks to
+    where work begins: making a base model may take minutes, and a stopped run goes on after days."""
+    marks = sorted((bar for bar in bars if bar["what"] == "session"), key=itemgetter("start"))
+    for mark in marks:
+        begin = mark["start"]
+        if works := [bar["start"] for bar in bars if bar["what"] != "session" and bar["start"] >= begin]:
+            mark["start"] = min(works)
+            earlier = [bar for bar in bars if bar["start"] < begin]
+            ended = max((bar["start"] + bar["seconds"] for bar in earlier), default=mark["start"])
+            for bar in earlier:
+                bar["start"] = round(bar["start"] + max(0.0, mark["start"] - ended), 3)
 
 
 def _bar(what: str, start: float, seconds: float, label: str) -> dict[str, Any]:

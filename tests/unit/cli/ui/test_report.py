@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from cli.ui import prompts
 from cli.ui.contents import MOST_LAGS, lag_bars
 from cli.ui.conversations import snippet
-from cli.ui.curves import Curves, averaged, spans_of, width_of
+from cli.ui.curves import Curves, _leave_out_pauses, averaged, spans_of, width_of
 from cli.ui.data import Pages, reported
 from cli.ui.page import plotly_js
 from cli.ui.report import write_report
@@ -117,6 +117,24 @@ def test_lanes_end_where_the_log_says_and_hold_every_part_of_a_step(trained: Run
     assert [bar["what"] for bar in (save, train, load)] == ["save", "train", "load"]
     assert load["start"] == pytest.approx(end - 3.0, abs=0.01)
     assert [bar["what"] for bar in lanes["rollout-0"]].count("evaluate") == 6 and len(lanes["rollout-0"]) == 8
+
+
+def test_lanes_leave_out_pauses_between_sessions_and_before_the_first_work() -> None:
+    def bar(what: str, start: float, seconds: float = 0.0) -> dict[str, Any]:
+        return {"what": what, "start": start, "seconds": seconds}
+
+    bars = [
+        bar("session", 0),
+        bar("generate", 170, 5),
+        bar("train", 176, 4),
+        bar("session", 9000),
+        bar("train", 9020, 2),
+    ]
+    _leave_out_pauses(bars)
+    assert [each["start"] for each in bars] == [9010, 9010, 9016, 9020, 9020]
+    alone = [bar("session", 7)]
+    _leave_out_pauses(alone)
+    assert alone == [bar("session", 7)]
 
 
 def test_lanes_leave_out_what_other_commands_did_after_the_end(trained: RunLog) -> None:
