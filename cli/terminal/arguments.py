@@ -110,7 +110,7 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
         key = word.strip()
         if pair.startswith("-"):
             raise InvalidInput(f"no option {key} (-h lists them); settings are key=value, for example steps=50")
-        if not key or not separator:
+        if not all(key.split(".")) or not separator:
             raise InvalidInput(f"{pair!r}: write settings as key=value, for example steps=50")
         try:
             value = tomllib.loads(f"value = {text}")["value"]

@@ -171,6 +171,7 @@ def test_bad_input_is_one_sentence_before_anything_starts(home: Path) -> None:
         "seed=1 steps=4 seed=2": "seed is set twice, to 1 and to 2; leave one of them out",
         "--steps 4": "no option --steps (-h lists them); settings are key=value",
         "=4": "'=4': write settings as key=value",
+        "train..lr=4": "'train..lr=4': write settings as key=value",
         "train.shedule=linear": "did you mean 'train.schedule'",
         "n_samples=1 rollout.min_usable=1": "n_samples of 2 or more",
         "max_staleness=-1": "max_staleness = -1",
