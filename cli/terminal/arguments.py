@@ -13,7 +13,6 @@ import typer
 from typer.core import TyperCommand
 
 from settings.errors import InvalidInput, path_errors
-from settings.redaction import printable
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
@@ -97,7 +96,7 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
     """`key=value` pairs; values in TOML's form, bare words as strings, and what is set to a string as it is written: a
     run may be called 2026-11-27.
 
-    Of a key that is set twice the last value holds, as a script needs that adds to its arguments; a line says so.
+    Of a key that is set twice the last value holds, as a script needs that adds to its arguments.
     Raises `InvalidInput` for a word that is no such pair.
     """
     import tomllib
@@ -118,8 +117,6 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
             value = tomllib.loads(f"value = {text}")["value"]
         except (ValueError, RecursionError):  # no TOML
             value = text
-        if key in parsed:
-            typer.echo(printable(f"{key} is set twice: {text} holds"), err=True)
         parsed[key] = text if key in strings and not isinstance(value, str) else value
     return parsed
 
