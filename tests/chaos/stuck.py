@@ -21,8 +21,9 @@ class Blocks(Guesses):
     """Holds the worker's event loop, so that no deadline in the worker can end it."""
 
     async def run(self, task: Task, chat: Chat) -> Score:
-        time.sleep(10_000)
-        raise AssertionError
+        if type(chat) is Chat:  # not when the start plays it
+            time.sleep(10_000)
+        return await super().run(task, chat)
 
 
 def endless(reply: str, answer: str) -> float:
