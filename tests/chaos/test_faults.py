@@ -266,16 +266,21 @@ def test_every_fault_has_its_outcome_and_none_changes_the_weights(disturbed: Dis
         process.wait()
     steps = run.state().step + 1
     run.home.run(*run.arguments, f"run={RUN}", f"steps={steps}")
-    run.home.run(*run.arguments, "run=undisturbed", f"steps={steps}")
-    state, undisturbed = run.state(), RunLog(run.store, "undisturbed").refresh()
+    state = run.state()
     check_trained_once(state, steps=steps)
-    check_trained_once(undisturbed, steps=steps)
-    made = weights_of(undisturbed)
-    assert len(set(made)) == steps, "steps that leave the weights alone would compare equal whatever happened"
-    order = [undisturbed.groups[g.group_id].position for step in undisturbed.steps for g in step.claim.trained]
-    assert order == list(range(BATCH_SIZE * steps)), "the run to compare with took its prompts in another order"
     # What ran again in place of a damaged shard are other attempts, so from there on the weights are others.
     again = (step.claim.step for step in state.steps if any(".retry" in g.group_id for g in step.claim.trained))
     comparable = next(again, steps + 1) - 1
     assert LONG or comparable > len(series())
-    assert weights_of(state)[:comparable] == made[:comparable]
+    run.home.run(*run.arguments, "run=undisturbed", f"steps={comparable}")
+    undisturbed = RunLog(run.store, "undisturbed").refresh()
+    check_trained_once(undisturbed, steps=comparable)
+    made = weights_of(undisturbed)
+    assert len(set(made)) == comparable, "steps that leave the weights alone would compare equal whatever happened"
+    order = [undisturbed.groups[g.group_id].position for step in undisturbed.steps for g in step.claim.trained]
+    assert order == list(range(BATCH_SIZE * comparable)), "the run to compare with took its prompts in another order"
+    assert weights_of(state)[:comparable] == made
+    # All of them, those behind a damaged shard too, are what the recorded shards make of the base model.
+    said = run.home.run("replay", RUN, "--store", run.store.uri, "--json", timeout=120 + 4 * steps).stdout
+    replayed = json.loads(said)
+    assert replayed["identical"] and len(replayed["steps"]) == steps
