@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.liveness import RayLost, Watch
-from infra.placement import Placement, bundle, check_cluster_answers, gpu_share, node_resources, num_slots, reserve
+from infra.placement import Placement, bundle, check_cluster_answers, gpu_share, node_resources, num_slots, on_node
 from infra.ports import ray_of_our_own
 from infra.scratch import scratch_folder, worker_environment
 from infra.worker_process import Host, run_function
@@ -260,7 +260,7 @@ class Cluster:
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
         node = ray._private.worker._global_node
-        self._watch = Watch(raylet_socket=node.raylet_socket_name, gcs_address=node.gcs_address)
+        self._watch = Watch(node.raylet_socket_name, node.gcs_address, None if address == "local" else self._host_on)
         self.nodes = node_resources()
         return self
 
@@ -270,7 +270,7 @@ class Cluster:
         options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": "DEFAULT" if num_gpus else "SPREAD"}
         if self._gpus_per_engine > 1:
             whole = bundle(num_gpus=num_gpus) if num_gpus else bundle(num_cpus=self._gpus_per_engine)
-            placement = await self._watch.unless_lost(reserve(name, [whole]))
+            placement = await self._watch.unless_lost(Placement.reserve(name, [whole]))
             options = placement.options(0)
         return self._start(name, path, options=options, placement=placement)
 
@@ -279,16 +279,12 @@ class Cluster:
 
         `num_gpus` are for each.
         """
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         if num_ranks == 1:
             options: dict[str, Any] = {"num_cpus": 1, "num_gpus": num_gpus}
-            if not num_gpus:  # it is lost with the driver in any case
-                here = ray.get_runtime_context().get_node_id()
-                options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=here, soft=True)
+            # Without GPUs it is lost with the driver in any case.
+            options["scheduling_strategy"] = "DEFAULT" if num_gpus else on_node(soft=True)
             return self._start(name, path, options=options)
-        placement = await self._watch.unless_lost(reserve(name, [bundle(num_gpus=num_gpus)] * num_ranks))
+        placement = await self._watch.unless_lost(Placement.reserve(name, [bundle(num_gpus=num_gpus)] * num_ranks))
         logs = [name, *(f"{name}-rank-{rank}" for rank in range(1, num_ranks))]
         ranks = [
             self._process(f"rank {rank} of {name}", path, log_name=log, options=placement.options(rank))
@@ -313,6 +309,10 @@ class Cluster:
         log_file = self.log_file(log_name)
         actor = ray.remote(Host).options(max_concurrency=100, **options).remote(path, str(log_file), self._environment)
         return Hosted(name, log_file, actor, self._watch, placement)
+
+    def _host_on(self, node_id: str, path: str) -> Hosted:
+        name, options = f"node-{node_id[:8]}", {"num_cpus": 0, "scheduling_strategy": on_node(node_id)}
+        return self._process(name, path, log_name=name, options=options)
 
     @property
     def gpus_per_worker(self) -> float:

@@ -1,11 +1,12 @@
-"""Watches what a session depends on: Ray on this machine, and the processes below the driver.
+"""Watches what a session depends on: Ray on this machine, the processes below the driver, and workers elsewhere.
 
     a look every 2 s ─┬─ Ray's raylet here, or its GCS, is gone ─▶ `lost`: every wait of the session ends with that
                       ├─ a process has been stopped for 10 s ────▶ it is killed, and its callers see a death
                       └─ the session has not ended 30 s after ───▶ this process ends, with the sentence and status 2
 
 In: the Ray that this process is connected to. Out: `lost`, and one line per process that is killed. A thread does it,
-because a look may block the event loop. Deaths of workers, here and on other machines, Ray reports itself.
+because a look may block the event loop. Workers of a cluster that was joined are below its raylets, not below the
+driver: a `NodeWatch` on each node looks at them. Deaths of workers, here and on other machines, Ray reports itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import socket
 import sys
 import threading
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import psutil
@@ -36,6 +37,8 @@ GCS_LOOKS = 3
 _ANSWER_SECONDS = 5.0
 END_SECONDS = 30.0
 _DEPTH = 2  # below the driver: Ray, and its workers
+_ENGINE = "VLLM"
+_WATCHED_ON_NODES = ("ray::Host", _ENGINE)  # a cluster has workers of other programs too
 
 
 class RayLost(UserError):
@@ -43,9 +46,12 @@ class RayLost(UserError):
 
 
 class Watch:
-    """Watches for one session, from the event loop it is made in, until `end`."""
+    """Watches for one session, from the event loop it is made in, until `end`.
 
-    def __init__(self, *, raylet_socket: str, gcs_address: str) -> None:
+    For a cluster that was joined, `host_on(node_id, path)` hosts an object of an import path on a node.
+    """
+
+    def __init__(self, raylet_socket: str, gcs_address: str, host_on: Callable[[str, str], Any] | None) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done once Ray is gone: which part of it has died, as a sentence."""
         self._reason = ""
@@ -53,9 +59,12 @@ class Watch:
         self._raylet = _with_argument(raylet_socket)
         self._gcs_address = gcs_address
         self._gcs_misses = 0
-        self._stopped: Counter[psutil.Process] = Counter()
+        self._stopped = Stopped()
         self._over = threading.Event()
+        self._on_nodes: dict[str, asyncio.Future[None]] = {}
         threading.Thread(target=self._watch, name="liveness", daemon=True).start()
+        if host_on is not None:  # a thread of its own: a look at the nodes waits for a GCS that does not answer
+            threading.Thread(target=self._watch_nodes, args=[host_on], name="nodes", daemon=True).start()
 
     def check(self) -> None:
         """Raise `RayLost` if Ray is gone: its client would wait in the event loop for its answer."""
@@ -90,7 +99,8 @@ class Watch:
     def _watch(self) -> None:
         while not self._reason and not self._over.wait(LOOK_SECONDS):
             try:
-                self._end_stopped()
+                for sentence in self._stopped.end(_below(psutil.Process())):
+                    logger.warning(sentence)
                 self._reason = self.raylet_is_gone() or self._gcs_is_gone()
             except (OSError, psutil.Error) as error:  # a process that ended meanwhile, say
                 logger.debug("a look at the processes failed: %r", error)
@@ -103,6 +113,27 @@ class Watch:
             sys.stderr.write(f"error: {self._reason}\n")
             sys.stderr.flush()
             os._exit(2)  # Ray's client may wait for ever for a Ray that is gone; our children die with us
+
+    def _watch_nodes(self, host_on: Callable[[str, str], Any]) -> None:
+        """Have a watch on each node, also on those that join later."""
+        import ray
+
+        while not self._over.wait(LOOK_SECONDS):
+            with contextlib.suppress(Exception):  # Ray is gone, or ends
+                for node_id in [node["NodeID"] for node in ray.nodes() if node["Alive"]]:
+                    self._loop.call_soon_threadsafe(self._watch_node, node_id, host_on)
+
+    def _watch_node(self, node_id: str, host_on: Callable[[str, str], Any]) -> None:
+        async def report() -> None:
+            with contextlib.suppress(UserError):  # it has died as its node has, or Ray
+                watch = host_on(node_id, f"{__name__}:NodeWatch")
+                await watch.call("open")
+                while True:
+                    for sentence in await watch.call("killed"):
+                        logger.warning(sentence)
+
+        if node_id not in self._on_nodes or self._on_nodes[node_id].done():
+            self._on_nodes[node_id] = asyncio.ensure_future(report())
 
     def _report_loss(self) -> None:
         if not self.lost.done():
@@ -119,28 +150,60 @@ class Watch:
             return ""
         return f"Ray's GCS, which knows all workers, has died: nothing answers at {self._gcs_address}"
 
-    def _end_stopped(self) -> None:
-        before, self._stopped = self._stopped, Counter()
-        for process in _below(psutil.Process()):
+
+class Stopped:
+    """Which processes are stopped, and for how many looks."""
+
+    def __init__(self) -> None:
+        self._looks: Counter[psutil.Process] = Counter()
+
+    def end(self, processes: Iterable[psutil.Process]) -> list[str]:
+        """Look at them once more, and kill those that have been stopped for a while; a sentence for each."""
+        before, self._looks, said = self._looks, Counter(), []
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 if process.status() != psutil.STATUS_STOPPED:
                     continue
-                self._stopped[process] = before[process] + 1
-                if self._stopped[process] >= STOPPED_LOOKS:
+                self._looks[process] = before[process] + 1
+                if self._looks[process] >= STOPPED_LOOKS:
                     seconds, what = STOPPED_LOOKS * LOOK_SECONDS, f"{process.name()} (process {process.pid})"
-                    logger.warning("%s has been stopped for %.0f s, so it is killed", what, seconds)
                     process.kill()
+                    said.append(f"{what} has been stopped for {seconds:.0f} s, so it is killed")
+        return said
 
 
-def _below(driver: psutil.Process) -> list[psutil.Process]:
-    """Ray's processes, workers, their engines and Prefect's server; not what agents and rewards run, which has time
-    limits of its own and may stop and wake its own children."""
-    watched, depths = [], {driver.pid: 0}
-    for process in driver.children(recursive=True):  # parents first; it reads the parents of all processes
+class NodeWatch:
+    """Hosted on a node: looks at the workers there, those of other runs too."""
+
+    opened = None
+
+    def __init__(self) -> None:
+        self._stopped = Stopped()
+
+    @classmethod
+    async def open(cls) -> NodeWatch:
+        """Begin."""
+        return cls()
+
+    async def killed(self) -> list[str]:
+        """Look until some have been stopped for so long that they are killed; a sentence for each."""
+        raylet = psutil.Process(os.getppid())
+        while True:
+            workers = [each for each in _below(raylet, depth=1) if each.name().startswith(_WATCHED_ON_NODES)]
+            if said := self._stopped.end(workers):
+                return [f"on {socket.gethostname()}: {sentence}" for sentence in said]
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+def _below(top: psutil.Process, *, depth: int = _DEPTH) -> list[psutil.Process]:
+    """Below the driver, or a raylet: Ray's processes, workers, their engines and Prefect's server; not what agents and
+    rewards run, which has time limits of its own and may stop and wake its own children."""
+    watched, depths = [], {top.pid: 0}
+    for process in top.children(recursive=True):  # parents first; it reads the parents of all processes
         with contextlib.suppress(psutil.Error):
-            depth = depths[process.pid] = depths.get(process.ppid(), _DEPTH) + 1
+            level = depths[process.pid] = depths.get(process.ppid(), _DEPTH) + 1
             # An engine's core, and those of its parts, are children of a fork server that may be a worker's child.
-            if depth <= _DEPTH or process.name().startswith("VLLM"):
+            if level <= depth or process.name().startswith(_ENGINE):
                 watched.append(process)
     return watched
 

@@ -1,6 +1,6 @@
 """Reserve devices of a Ray cluster together, for all parts of an engine or all ranks of a trainer.
 
-In: what each process needs. Out: a `Placement`, which is given back once. Until everything is free, `reserve` waits.
+In: what each process needs. Out: a `Placement`, which is given back once. Until everything is free, its making waits.
 
     one engine of 4 parts     [4 GPUs]                            one process; all its devices on one node
     a trainer of 4 ranks      [1 GPU] [1 GPU] [1 GPU] [1 GPU]     a process each, on as few nodes as possible
@@ -157,8 +157,17 @@ def bundle(*, num_gpus: float = 0, num_cpus: float = 1) -> dict[str, float]:
     return {"CPU": num_cpus, "GPU": num_gpus} if num_gpus else {"CPU": num_cpus}
 
 
+def on_node(node_id: str = "", *, soft: bool = False) -> Any:
+    """Ray's strategy for a process on this node, or the driver's; `soft`: on another one if that has no place."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = node_id or ray.get_runtime_context().get_node_id()
+    return NodeAffinitySchedulingStrategy(node_id=here, soft=soft)
+
+
 class Placement:
-    """A Ray placement group with one process in each of its bundles. See `reserve`."""
+    """A Ray placement group with one process in each of its bundles. Made by `reserve`."""
 
     def __init__(self, name: str, bundles: Sequence[dict[str, float]]) -> None:
         from ray.util.placement_group import placement_group
@@ -166,6 +175,17 @@ class Placement:
         self.name = name
         self._bundles = list(bundles)
         self._group: Any = placement_group(self._bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "PACK")
+
+    @classmethod
+    async def reserve(cls, name: str, bundles: Sequence[dict[str, float]]) -> Placement:
+        """Reserve all bundles together, and wait without a limit: another run may end, or a lost node may come back."""
+        placement = cls(name, bundles)
+        try:
+            await placement.wait()
+        except BaseException:
+            placement.give_back()
+            raise
+        return placement
 
     def options(self, number: int) -> dict[str, Any]:
         """Options of the Ray actor that uses one bundle."""
@@ -200,14 +220,3 @@ class Placement:
         nodes = ", ".join(f"{num:g}" for num in sorted((n.get(device, 0) for n in node_resources()), reverse=True))
         free = ray.available_resources().get(device, 0)
         return f"{self.name} waits for {request}; the nodes of the cluster have {nodes}, and {free:g} are free in all"
-
-
-async def reserve(name: str, bundles: Sequence[dict[str, float]]) -> Placement:
-    """Reserve all bundles together, and wait without a limit: another run may end, or a lost node may come back."""
-    placement = Placement(name, bundles)
-    try:
-        await placement.wait()
-    except BaseException:
-        placement.give_back()
-        raise
-    return placement

@@ -281,6 +281,6 @@ def test_every_fault_has_its_outcome_and_none_changes_the_weights(disturbed: Dis
     assert order == list(range(BATCH_SIZE * comparable)), "the run to compare with took its prompts in another order"
     assert weights_of(state)[:comparable] == made
     # All of them, those behind a damaged shard too, are what the recorded shards make of the base model.
-    said = run.home.run("replay", RUN, "--store", run.store.uri, "--json", timeout=120 + 4 * steps).stdout
-    replayed = json.loads(said)
+    span = ("--from", "1", "--store", run.store.uri, "--json")
+    replayed = json.loads(run.home.run("replay", RUN, *span, timeout=120 + 4 * steps).stdout)
     assert replayed["identical"] and len(replayed["steps"]) == steps

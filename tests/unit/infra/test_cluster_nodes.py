@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +23,7 @@ _BUNDLE = {0: {"CPU": 1.0, "GPU": 2.0}}
 
 
 @pytest.mark.server
-def test_the_place_of_an_engine_is_free_when_its_node_is_lost(tmp_path: Path) -> None:
+def test_an_engine_ends_when_its_node_is_lost_and_when_it_is_stopped_there(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", __name__, str(tmp_path)],
         capture_output=True,
@@ -65,8 +67,21 @@ async def _two_engines_on_two_gpus(log_folder: Path) -> None:
             while _places() != ["PENDING"]:
                 await asyncio.sleep(0.05)
         cluster.add_node(**_SMALL, num_gpus=2)
-        assert await (await second).call("add", 1) == 2
+        engine = await second
+        assert await engine.call("add", 1) == 2
         assert _places() == ["CREATED"]
+        process = await engine.call("process")
+        working = asyncio.create_task(engine.call("die", 1))
+        os.kill(process, signal.SIGSTOP)
+        said: list[str] = []
+        logging.getLogger("millrace.workers").addFilter(lambda record: not said.append(record.getMessage()))
+        async with asyncio.timeout(60):
+            with pytest.raises(ours.WorkerDied):
+                await working
+            while not said:  # the node's watch says it right behind
+                await asyncio.sleep(0.05)
+        where = f"(process {process}) has been stopped for 10 s, so it is killed"
+        assert len(said) == 1 and said[0].startswith(f"on {socket.gethostname()}: ray::Host") and where in said[0]
     cluster.shutdown()
 
 
