@@ -256,7 +256,7 @@ def check_dataset(config: RunConfig | None) -> Finding:
     """The run file's workflow has tasks in both splits, from its dataset if it has one."""
     if config is None:
         return Finding("no run file given: nothing to read")
-    from tasks.checks.preflight import load_tasks, load_workflow
+    from tasks.checks.loading import load_tasks, load_workflow
 
     tasks = load_tasks(load_workflow(config), config)
     counts = ", ".join(f"{len(members):,} tasks in {split!r}" for split, members in tasks.items())
@@ -283,7 +283,8 @@ def check_won(config: RunConfig | None) -> Finding:
     if config is None:
         return Finding("no run file given: nothing to play")
     from rollouts.workflow import Workflow
-    from tasks.checks.preflight import load_tasks, load_workflow, model_positions
+    from tasks.checks.loading import load_tasks, load_workflow
+    from tasks.checks.preflight import model_positions
     from tasks.checks.trial import check_references, play_tasks
 
     workflow = load_workflow(config)

@@ -12,7 +12,7 @@ from infra.user_code import load_object
 from rollouts.workflow import Workflow
 from settings.run_file import default_values, load_run_file
 from storage.log.runs import create_run
-from tasks.checks.preflight import load_tasks
+from tasks.checks.loading import load_tasks
 from tasks.checks.trial import check_references
 from tests.builders import MemoryStore
 

@@ -26,6 +26,7 @@ from storage.objects.object_store import LocalStore, StoreError
 from storage.policies.model_config import model_config, num_positions
 from storage.records import Message, Task
 from tasks.checks import preflight, trial
+from tasks.checks.loading import load_tasks
 from tests.builders import a_config
 from tests.unit.trainers.builders import tiny_model
 
@@ -189,7 +190,7 @@ class _Nothing(Workflow):
 def _won(workflow: type[Workflow], **fields: Any) -> int:
     played = workflow(None)
     vars(played).update(fields)
-    return trial.check_references(played, preflight.load_tasks(played, a_config()), a_config())
+    return trial.check_references(played, load_tasks(played, a_config()), a_config())
 
 
 def test_twenty_tasks_of_each_split_are_won_by_their_reference() -> None:

@@ -22,7 +22,8 @@ from rollouts.chat.chat_tokens import ChatTokens
 from settings.errors import InvalidInput
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
-from tasks.checks.preflight import check_run, load_tasks, load_workflow
+from tasks.checks.loading import load_tasks, load_workflow
+from tasks.checks.preflight import check_run
 from tasks.checks.trial import check_references
 from tests.builders import a_config
 from tests.unit.rollouts.chat.template_families import byte_tokenizer, tokenizer_of
@@ -619,7 +620,7 @@ def test_a_start_does_not_load_vllm_for_a_reply_that_calls_tools() -> None:
     code = """
 import sys
 from examples.calculator_agent import CalculatorAgent
-from tasks.checks.preflight import load_tasks
+from tasks.checks.loading import load_tasks
 from tasks.checks.trial import play_tasks
 from tests.builders import a_config
 play_tasks(workflow := CalculatorAgent(), load_tasks(workflow, a_config()), a_config(), positions=None)
