@@ -110,7 +110,9 @@ class Disturbed:
         home.environment |= proxy.variables | machine
         timeouts = [f"rollout.stall_timeout={STALL_TIMEOUT}", "rollout.attempt_timeout=20"]
         self.arguments = ["train", str(SCRIPTED), f"model={base_model}", f"store={self.store.uri}"]
-        self.arguments += ["evaluation.every=0", f"tracking={services['mlflow'].url}", *timeouts]
+        # Weights and states are removed as ever; all steps are replayed at the end.
+        self.arguments += ["evaluation.every=0", "retention.replay_steps=100000", *timeouts]
+        self.arguments += [f"tracking={services['mlflow'].url}"]
 
     def start(self) -> subprocess.Popen[str]:
         """The next life, which ends by a fault."""
