@@ -112,7 +112,8 @@ def test_frames_from_another_process_stand_before_those_of_this_one(user: Any):
 
 
 def test_our_frames_from_another_process_are_left_out_if_there_are_the_users(user: Any):
-    told = f"math_answer: ValueError: no number\n  at {PROJECT}/rollouts/rewards/answers.py:3 in math_answer: int(answer)"
+    ours = f"{PROJECT}/rollouts/rewards/answers.py:3 in math_answer: int(answer)"
+    told = f"math_answer: ValueError: no number\n  at {ours}"
     assert _text(user.run, told).splitlines()[1:] == [
         '  at env.py:6 in look_up: return {}["answr"]',
         "  at env.py:9 in run: return look_up()",
