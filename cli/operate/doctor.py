@@ -260,7 +260,7 @@ def check_dataset(config: RunConfig | None) -> Finding:
     from tasks.checks.preflight import load_tasks, load_workflow
 
     tasks = load_tasks(load_workflow(config), config)
-    counts = ", ".join(f"{len(members):,} tasks in {split!r}" for split, members in tasks.items())
+    counts = ", ".join(f"{counted(len(members), 'task')} in {split!r}" for split, members in tasks.items())
     return Finding(f"{config.dataset or 'no dataset'}: {counts}")
 
 
