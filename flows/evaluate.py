@@ -15,6 +15,7 @@ from settings.evaluation import EvaluationSettings
 from settings.run_file import RunConfig, make_config
 from tasks.evaluation import check_split, look_up_policy, raise_if_failed, try_gate, warn_of_greedy_attempts
 from tasks.mirror import track
+from tasks.prefect.run_logs import outside_session
 from tasks.rollout import evaluate_policy, evaluating, start_rollout_worker
 from tasks.session import RunSession, in_flow_run, reading_session
 
@@ -53,9 +54,10 @@ async def evaluate(
     """
     wanted = {"split": split or None, "num_tasks": num_tasks, "n_samples": n_samples, "temperature": temperature}
     wanted |= {"gate_score": gate_score, "gate_gap": gate_gap}
-    config, version = plan_evaluation(run=run, store=store, version=version, wanted=wanted, adopt_tasks=adopt_tasks)
-    settings = config.evaluation
-    warn_of_greedy_attempts(settings)
+    with outside_session():
+        config, version = plan_evaluation(run=run, store=store, version=version, wanted=wanted, adopt_tasks=adopt_tasks)
+        settings = config.evaluation
+        warn_of_greedy_attempts(settings)
     async with in_flow_run(reading_session(config, store=store, tracking=tracking, what="evaluate")) as session:
         await start_rollout_worker(session, name=EVALUATOR, version=version)
         session.fleet.evaluator = session.fleet.hosted[EVALUATOR]

@@ -13,6 +13,7 @@ from prefect import flow
 from settings.run_file import make_config, training_changes, with_training_changes
 from tasks.base_model import provide_reference
 from tasks.checks.preflight import check_model
+from tasks.prefect.run_logs import outside_session
 from tasks.replay import check_replay, describe_replay, lead_up, retrain, save_policy, start_replay
 from tasks.session import in_flow_run, reading_session
 
@@ -38,13 +39,14 @@ async def replay(
         rewards: Train the span on these rewards of `millrace rescore`. Empty: the recorded ones.
         save: Folder for the replayed policy. Empty: it is not kept.
     """
-    plan, saved = check_replay(store=store, run=run, first=first, last=last, rewards=rewards, save=save)
-    config = make_config(saved, source=f"run {run}")
-    changed = with_training_changes(config, changes or {})
-    teacher = changed.train.reference.model
-    is_another = teacher != config.train.reference.model and bool(teacher)
-    if is_another:
-        check_model(teacher)
+    with outside_session():
+        plan, saved = check_replay(store=store, run=run, first=first, last=last, rewards=rewards, save=save)
+        config = make_config(saved, source=f"run {run}")
+        changed = with_training_changes(config, changes or {})
+        teacher = changed.train.reference.model
+        is_another = teacher != config.train.reference.model and bool(teacher)
+        if is_another:
+            check_model(teacher)
     async with in_flow_run(reading_session(changed, store=store, what="replay", trains=True)) as session:
         # Where to compute is no part of the maths: it holds for the steps before the span too.
         places = ("device", "num_ranks", "sequence_parallel", "num_replicas")

@@ -18,6 +18,7 @@ from prefect import flow
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig, make_config
 from tasks.checks.reproducible import check_producer
+from tasks.prefect.run_logs import outside_session
 from tasks.producers import follow, look_up_run, producer_name, wait_for_policy
 from tasks.rollout import produce, start_rollout_worker
 from tasks.session import in_flow_run, producing_session
@@ -41,7 +42,8 @@ async def rollout(
         patience: Seconds for which nothing may happen in the run before this ends. A driver that is killed has that
             long to come back.
     """
-    config = plan_rollouts(run=run, store=store, name=name, shards=shards, patience=patience)
+    with outside_session():
+        config = plan_rollouts(run=run, store=store, name=name, shards=shards, patience=patience)
     async with in_flow_run(producing_session(config, store=store, name=producer_name(name))) as session:
         reason = "the run is over"
         if await wait_for_policy(session, workflow=config.workflow, patience=patience):

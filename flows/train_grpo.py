@@ -32,6 +32,7 @@ from tasks.checks.preflight import CHECKED, check_run
 from tasks.control import listening, resumed
 from tasks.evaluation import is_evaluated, try_gate, warn_of_a_fall
 from tasks.mirror import track
+from tasks.prefect.run_logs import outside_session
 from tasks.prefect.run_page import announce
 from tasks.rollout import evaluate_policy, produce, publish_policy, start_rollout_worker
 from tasks.session import RunSession, in_flow_run, training_session
@@ -91,8 +92,9 @@ async def train_grpo(
         **dict(steps=steps, batch_size=batch_size, n_samples=n_samples, max_staleness=max_staleness),
         **dict(learning_rate=learning_rate, seed=seed, reproducible=reproducible),
     }
-    config = make_config(absolute_paths(document, Path.cwd()), source="flow parameters")
-    checked = CHECKED.get() or check_run(config, adopt_tasks=adopt_tasks)
+    with outside_session():
+        config = make_config(absolute_paths(document, Path.cwd()), source="flow parameters")
+        checked = CHECKED.get() or check_run(config, adopt_tasks=adopt_tasks)
     config, tasks = checked.config, checked.tasks
     async with in_flow_run(training_session(config, tasks=tasks, adopt_tasks=adopt_tasks)) as session:
         async with listening(session):

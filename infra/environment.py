@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import subprocess
+import warnings
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -133,6 +134,8 @@ def prepare_environment(run_folder: Path | None = None) -> Path:
     caches = folder / "cache" / "libraries"
     logs_are_json()
     redact_logs()
+    # Prefect wants to make its folder as it is imported. A command that is refused makes no state folder for it.
+    warnings.filterwarnings("ignore", "Failed to create the Prefect home directory")
     defaults = {
         **TELEMETRY_OFF,
         COMMAND: executable(),

@@ -136,7 +136,7 @@ def _load_file(path: Path) -> Any:
         if not path.exists():
             raise InvalidInput(
                 f"{str(path)!r} cannot be imported: no file {path}; paths in a run file are relative to it, all others "
-                "to the current folder"
+                "to the current folder. If the folder of a recorded run was moved, stand in the new one"
             )
         path.open("rb").close()  # what its own code opens is another matter
     root, names = path.parent, [path.stem]

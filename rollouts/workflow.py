@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from rollouts.chat.chat import Chat
 from rollouts.reward_values import as_number
-from settings.errors import UserError
+from settings.errors import UserError, counted
 from storage.records import Message, RolloutGroup, Task, Trajectory
 
 
@@ -81,8 +81,9 @@ def as_scores(returned: object, score_group: Callable[..., object], *, num_attem
         return None
     scores = [] if isinstance(returned, Mapping | str) or not isinstance(returned, Iterable) else list(returned)
     if len(scores) != num_attempts:
-        what = f"{len(scores)} scores" if scores else type(returned).__name__
-        problem = f"{score_group.__qualname__} returned {what} for {num_attempts} attempts; return one Score each"
+        what = counted(len(scores), "score") if scores else type(returned).__name__
+        of = counted(num_attempts, "attempt")
+        problem = f"{score_group.__qualname__} returned {what} for {of}; return one Score each"
         raise WrongWorkflow(f"{problem}, in a list. It is at {place_of(score_group)}")
     return [as_score(each, score_group) for each in scores]
 

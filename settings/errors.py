@@ -163,14 +163,15 @@ def failure_text(error: BaseException, message: str = "") -> str:
     """The error, and below it at most `MOST_FRAMES` frames of the user's code, innermost first, without secrets.
 
     Frames of Millrace and of libraries are left out, unless there are no others. `message` replaces
-    `type: str(error)`; frames it has already, from another process, stand first.
+    `type: str(error)`; frames it has already, from another process such as a reward's, stand first.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     named = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    head, *frames = re.split(r"\n(?=  at )", message or named)
-    frames += _frames(error, users_only=True)
-    return _limited(head, frames or _frames(error, users_only=False))
+    head, *given = re.split(r"\n(?=  at )", message or named)
+    users = [frame for frame in given if _is_users(place_of(frame).rpartition(":")[0])]
+    users += _frames(error, users_only=True)
+    return _limited(head, users or given or _frames(error, users_only=False))
 
 
 def failure_text_of_output(output: str, message: str = "") -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 from prefect import task
 
-from infra.environment import prepare_environment
 from settings.errors import free_bytes, ranges, size
 from settings.places.state_folder import store_uri
 from settings.run_file import RunConfig
@@ -25,7 +24,7 @@ from storage.objects.opening import open_store, probe
 from storage.retention.retention import RunReport, RunRetention, collect_garbage
 from storage.retention.rules import Rules, make_rules
 from tasks.checks.space import expected_space
-from tasks.prefect.run_logs import log_to_prefect
+from tasks.prefect.run_logs import outside_session
 
 logger = logging.getLogger("millrace.maintain")
 
@@ -35,19 +34,18 @@ async def collect_from_runs(
     *, runs: list[str], store: str, dry_run: bool, ignore_readers: bool, **rules: Any
 ) -> dict[str, Any]:
     """What was, or would be, freed per run by rules as of `make_rules`. Raises `InvalidInput` and `NotFound`."""
-    prepare_environment()
-    log_to_prefect()
-    opened = open_store(store_uri(store))
-    if not dry_run:
-        await asyncio.to_thread(probe, opened, with_data=False)
-    reports = await asyncio.to_thread(
-        collect_garbage,
-        opened,
-        runs,
-        make_rules(**rules),
-        dry_run=dry_run,
-        ignore_readers=ignore_readers,
-    )
+    with outside_session():
+        opened = open_store(store_uri(store))
+        if not dry_run:
+            await asyncio.to_thread(probe, opened, with_data=False)
+        reports = await asyncio.to_thread(
+            collect_garbage,
+            opened,
+            runs,
+            make_rules(**rules),
+            dry_run=dry_run,
+            ignore_readers=ignore_readers,
+        )
     for report in reports:
         counts = ", ".join(f"{count} × {kind}" for kind, (count, _) in report.by_kind().items()) or "nothing"
         if report.problem:

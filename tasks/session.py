@@ -51,7 +51,7 @@ from tasks.mirror import TrackingMirror
 from tasks.phases import SharedDevice
 from tasks.prefect.outages import prefect_answers, say_outages_once
 from tasks.prefect.own_flow_run import cancellable, is_stop
-from tasks.prefect.run_logs import Progress, log_to_prefect
+from tasks.prefect.run_logs import Progress
 from tasks.prefect.run_page import RunPage
 from tasks.prefect.task_runs import cut_off_is_cancelled, expect_task_runs
 from tasks.trainer import TrainerHandle
@@ -168,7 +168,6 @@ OPENED: ContextVar[RunSession | None] = ContextVar("opened", default=None)
 async def in_flow_run(opening: contextlib.AbstractAsyncContextManager[RunSession]) -> AsyncIterator[RunSession]:
     """The session of a flow run: the one that a command has opened, and begun to work with, or else `opening`'s."""
     opened = OPENED.get()
-    log_to_prefect()
     cut_off_is_cancelled()
     own = opening if opened is None else contextlib.nullcontext(opened)
     async with own as session, cancellable(), session.ending():
@@ -213,8 +212,9 @@ async def training_session(
             held_out=sets,
             host=platform.node(),
         )
+        is_known = bool(log.state.sessions)
         log.append(entry)
-        if log.state.step:
+        if is_known:
             logger.info("continuing run %s after step %d", log.run_id, log.state.step)
         if logs_are_json():
             log_driver(lambda: {"run": log.run_id, "session": entry.id, "step": log.state.step + 1}, sys.stderr)

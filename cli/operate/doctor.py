@@ -249,7 +249,8 @@ def check_device(config: RunConfig | None) -> Finding:
         ranks = f"{counted(config.train.num_ranks, 'trainer rank')} of {config.train.num_threads or cores}"
         plan.append(f"of {counted(cores, 'thread')}: {each}, {ranks}")
     plan.append(f"the trainer computes in {precision_text(config, about)}")
-    return Finding("; ".join([f"{where}: {gpus_of(nodes):g} GPUs, which hold the run", *plan]))
+    holds = "GPUs, which hold the run" if gpus_of(nodes) else "GPUs, and the memory of the CPU holds the run"
+    return Finding("; ".join([f"{where}: {gpus_of(nodes):g} {holds}", *plan]))
 
 
 def check_dataset(config: RunConfig | None) -> Finding:
@@ -259,7 +260,7 @@ def check_dataset(config: RunConfig | None) -> Finding:
     from tasks.checks.loading import load_tasks, load_workflow
 
     tasks = load_tasks(load_workflow(config), config)
-    counts = ", ".join(f"{len(members):,} tasks in {split!r}" for split, members in tasks.items())
+    counts = ", ".join(f"{counted(len(members), 'task')} in {split!r}" for split, members in tasks.items())
     return Finding(f"{config.dataset or 'no dataset'}: {counts}")
 
 

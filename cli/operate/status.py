@@ -230,6 +230,8 @@ def _at(seconds: float) -> str:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -35,8 +35,6 @@ class Follower:
         self._header_shown = False
 
     def __enter__(self) -> Follower:
-        if self._shown:
-            self._console.print(f"continuing run [bold]{escape(self._log.run_id)}[/] at step {self._log.state.step}")
         self._status.start()
         self._thread.start()
         return self

@@ -163,6 +163,8 @@ class Chat:
         `tools` are `Tool`s or schemas in OpenAI's function format. `max_tokens` may shorten the reply, not lengthen it.
         Raises `EngineError` when the engine fails and `OutOfRoom` when no token more fits.
         """
+        if not isinstance(tools, list | tuple):
+            raise InvalidInput(f"tools is a list, not a {type(tools).__name__}: write `tools=[…]`, also for one tool")
         schemas = [each.schema if isinstance(each, Tool) else each for each in tools]
         if wrong := [each for each in schemas if not isinstance(each, dict)]:
             name = getattr(wrong[0], "__name__", type(wrong[0]).__name__)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
-from settings.errors import InvalidInput, NotFound, UserError
+from settings.errors import InvalidInput, NotFound, UserError, ranges
 from settings.places.hints import command
 from settings.places.run_paths import absolute_paths, local_paths, moved_paths, recorded_paths
 from settings.places.state_folder import home
@@ -217,7 +217,12 @@ def find_policy(log: RunLog, version: int | None) -> Policy:
     if number not in state.policies:
         raise InvalidInput(f"run {log.run_id!r} has no policy version {number}; it has 0 to {state.newest_version}")
     if number in state.retired_policies:
-        raise InvalidInput(f"policy version {number} of run {log.run_id!r} was retired: its weights are gone")
+        left = ranges(sorted(state.policies.keys() - state.retired_policies))
+        again = command("replay", log.run_id, "--step", str(number), "--save", "FOLDER", store=log.store.uri)
+        raise InvalidInput(
+            f"policy version {number} of run {log.run_id!r} was retired: its weights are gone; there are those of "
+            f"{left or 'none'}" + (f", and `{again}` trains it again if its shards are there" if number else "")
+        )
     return state.policies[number]
 
 

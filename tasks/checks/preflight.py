@@ -28,7 +28,7 @@ from rollouts.production.engine_choice import check_cpu_engine
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
 from rollouts.workflow import Workflow
-from settings.errors import InvalidInput, MissingPackage, check_room, path_errors
+from settings.errors import InvalidInput, MissingPackage, check_room, counted, path_errors
 from settings.loss import CustomLoss
 from settings.places.hints import command
 from settings.places.state_folder import home, sqlite_file, store_folder, store_uri, written_places
@@ -162,9 +162,9 @@ def check_batch(config: RunConfig, num_tasks: int, *, is_new: bool) -> None:
         return
     times = math.ceil(config.batch_size / num_tasks)
     problem = (
-        f"batch_size = {config.batch_size} prompts, but split 'train' has {num_tasks} tasks, so each step would ask "
-        f"the same prompt up to {times} times: set batch_size to at most {num_tasks}, and n_samples for the attempts "
-        "at each"
+        f"batch_size = {config.batch_size} prompts, but split 'train' has {counted(num_tasks, 'task')}, so each step "
+        f"would ask the same prompt up to {times} times: set batch_size to at most {num_tasks}, and n_samples for the "
+        "attempts at each"
     )
     if is_new and "batch_size" in config.model_fields_set:
         raise InvalidInput(problem)

@@ -16,6 +16,8 @@ from logging.handlers import MemoryHandler
 from prefect.context import FlowRunContext
 from prefect.logging.handlers import APILogHandler
 
+from infra.environment import prepare_environment
+from settings.redaction import redact_error
 from storage.log.entries import Evaluation, Step
 from tasks.prefect.task_runs import CUT_OFF
 
@@ -77,6 +79,19 @@ def log_to_prefect() -> None:
     logging.getLogger("millrace").setLevel(logging.INFO)
     logging.getLogger("prefect.task_runs").addFilter(is_no_end)
     logging.getLogger("prefect.flow_runs").addFilter(is_no_error_of_a_user)
+
+
+@contextlib.contextmanager
+def outside_session() -> Iterator[None]:
+    """What a flow does without a session, such as its checks: warnings are on the page of the flow run, and neither
+    they nor an error, which Prefect records, say a secret."""
+    prepare_environment()
+    log_to_prefect()
+    try:
+        yield
+    except BaseException as error:
+        redact_error(error)
+        raise
 
 
 def _replace_handler(handler: logging.Handler) -> list[logging.Handler]:

@@ -30,7 +30,7 @@ def test_a_recorded_run_is_trained_on_and_its_history_survives_the_in_process_ap
         timeout=900,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{home.worker_logs()}"
-    assert "continuing run golden at step 16" in done.stdout
+    assert "continuing run golden after step 16" in done.stdout
     state = open_run(LocalStore(tmp_path / "store"), "golden").state
     assert state.step == 17 and len(state.sessions) == 4 and state.outcomes["0.25+49"] == "trained"
     assert state.steps[-1].claim.base_version == state.steps[-2].policy.version == 16

@@ -93,6 +93,15 @@ def test_libraries_keep_their_files_in_the_state_folder_and_the_hubs_models_wher
     assert unwritable["HF_HOME"] == str(caches / "huggingface") and unwritable["TRITON_CACHE_DIR"] == "/mine"
 
 
+def test_importing_prefect_makes_no_state_folder_and_says_nothing(tmp_path: Path):
+    code = "from infra.environment import prepare_environment\nprepare_environment()\nimport prefect.context"
+    code += "\nprefect.context.root_settings_context()"
+    variables = {**os.environ, "PYTHONPATH": str(PRODUCT)}
+    variables = {key: value for key, value in variables.items() if not key.startswith(("PREFECT_", "MILLRACE_"))}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
+
+
 def test_a_later_call_for_another_run_file_has_its_state_folder(tmp_path: Path):
     (tmp_path / "other").mkdir()
     twice = (

@@ -17,6 +17,7 @@ import pytest
 
 from rollouts.environments.environments import returns
 from settings.errors import MOST_CHARACTERS, MOST_FRAMES, failure_text, failure_text_of_output, in_one_line, place_of
+from tests.conftest import PROJECT
 
 CODE = """
 import asyncio
@@ -108,6 +109,16 @@ def test_frames_from_another_process_stand_before_those_of_this_one(user: Any):
         "  at env.py:9 in run: return look_up()",
     ]
     assert in_one_line(_text(user.run, told)) == "my.rewards:score: ValueError: no number at my/rewards.py:3"
+
+
+def test_our_frames_from_another_process_are_left_out_if_there_are_the_users(user: Any):
+    ours = f"{PROJECT}/rollouts/rewards/answers.py:3 in math_answer: int(answer)"
+    told = f"math_answer: ValueError: no number\n  at {ours}"
+    assert _text(user.run, told).splitlines()[1:] == [
+        '  at env.py:6 in look_up: return {}["answr"]',
+        "  at env.py:9 in run: return look_up()",
+    ]
+    assert _text(partial(returns, ["a"], discount=1.0), told) == told, "these are all there are"  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

@@ -361,7 +361,7 @@ def test_reward_and_score_that_part_are_named(
 
 def test_status_and_json_say_model_workflow_steps_champion_times_and_settings(store: LocalStore) -> None:
     config = {"workflow": "a:B", "model": "org/model", "train": {"loss": {"kind": "gspo", "clip_low": 0.5}}, "seed": 0}
-    log = create_run(store, "run", config)
+    log = create_run(store, "run", config | {"max_staleness": 1.0})
     log.append(BASE)
     log.append(Session(id="s", code_version="", steps=1))
     _train(log)
@@ -369,8 +369,10 @@ def test_status_and_json_say_model_workflow_steps_champion_times_and_settings(st
     numbers = json.loads(printed("status run --json"))
     assert (numbers["model"], numbers["workflow"], numbers["target_steps"]) == ("org/model", "a:B", 1)
     assert numbers["champion"] == 1 and numbers["begun_at"] <= numbers["ended_at"] <= numbers["last_entry_at"]
-    assert numbers["settings"] == {"train.loss.kind": "gspo", "train.loss.clip_low": 0.5}
+    changed = {"train.loss.kind": "gspo", "train.loss.clip_low": 0.5, "max_staleness": 1.0}
+    assert numbers["settings"] == changed
     shown = printed("status run")
+    assert "max_staleness = 1\n" in shown, "as it is written in a run file"
     assert "champion 1" in shown and "1 of 1" in shown and "train.loss.kind = gspo, train.loss.clip_low = 0.5" in shown
 
 

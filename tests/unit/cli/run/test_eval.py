@@ -40,7 +40,7 @@ def test_what_cannot_work_is_one_sentence(log: RunLog, monkeypatch: pytest.Monke
         "nobody": "no run 'nobody'",
         "fresh": "run 'fresh' has no policy yet; train it first",
         "run --version 7": "no policy version 7; it has 0 to 1",
-        "run --version 0": "policy version 0 of run 'run' was retired",
+        "run --version 0": "policy version 0 of run 'run' was retired: its weights are gone; there are those of 1",
         "run --split empty": "no tasks in split 'empty'",
     }
     assert_refused("eval {}", refused)

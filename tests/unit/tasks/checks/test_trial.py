@@ -73,7 +73,7 @@ _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1
         (
             _ASKS + "async def score_group(self, task, attempts):\n    return [1.0]",
             Exception,
-            r"score_group returned 1 scores for 2 attempts; return one Score each, in a list. It is at .*mine\.py:17",
+            r"score_group returned 1 score for 2 attempts; return one Score each, in a list. It is at .*mine\.py:17",
         ),
         (
             _ASKS + "async def score_group(self, task, attempts):\n    return {0: 1.0, 1: 0.0}",
@@ -130,6 +130,14 @@ _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1
             "async def run(self, task, chat):\n    return float(await chat.ask('p', tools=[print]) == '7')",
             InvalidInput,
             "tools: print is neither a function decorated with @tool nor a schema",
+        ),
+        *(
+            (
+                f"async def run(self, task, chat):\n    return await chat.ask('p', tools={one})",
+                InvalidInput,
+                rf"tools is a list, not a {kind}: write `tools=\[…\]`, also for one tool",
+            )
+            for one, kind in {"{'function': {}}": "dict", "'look_up'": "str"}.items()
         ),
         (
             "async def run(self, task, chat):\n    return float(chat.ask('p') == '7')",
