@@ -80,7 +80,9 @@ def _as_text(value: Any, key: str, where: str) -> str:
         case Decimal() if value.is_finite():
             whole, point, part = f"{value:f}".partition(".")
             return f"{whole}{point}{part}".rstrip("0").rstrip(".") if part else whole
-        case bool() | int() | float() if math.isfinite(value):
+        case int():  # a truth value too
+            return json.dumps(value)
+        case float() if math.isfinite(value):
             return json.dumps(value)
         case [{"role": "user", "content": str(content)}] | [
             {"role": "user", "content": [{"type": "text", "text": str(content)}]}

@@ -135,7 +135,8 @@ def find_rewards(log: RunLog, shard: Shard, reward_set: RewardSet) -> tuple[str,
     if data is None:
         return None
     table = _decode(data, log=log, key=key)
-    metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
+    noted = (table.schema.metadata or {}).items()
+    metadata = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in noted}
     if not reward_set.is_of(metadata.get("reward", ""), metadata.get("reward_sha256", "")):
         raise _name_in_use(log, reward_set, other=metadata.get("reward", "another function"))
     if metadata.get("shard_sha256") != shard.sha256:
@@ -182,10 +183,12 @@ def _attempt_keys(table: pa.Table) -> pa.Array:
 def _decode(data: bytes, *, log: RunLog, key: str) -> pa.Table:
     try:
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+        found = list(zip(table.column_names, table.schema.types, strict=True))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _damaged(log, key, f"it is not an Arrow IPC file, or cut off ({error})") from error
-    if missing := set(SCHEMA.names) - set(table.column_names):
-        raise _damaged(log, key, f"columns {sorted(missing)} are missing")
+    types = {field.name: [kind for name, kind in found if name == field.name] for field in SCHEMA}
+    if wrong := [field.name for field in SCHEMA if types[field.name] != [field.type]]:
+        raise _damaged(log, key, f"columns {wrong} are missing, doubled or of another type")
     return table.combine_chunks()
 
 

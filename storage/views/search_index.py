@@ -240,7 +240,8 @@ class SearchIndex:
         with self._damage_named():
             table = lancedb.connect(str(self.folder)).open_table(_TABLE)
             version = (table.schema.metadata or {}).get(b"millrace_index", b"none").decode()
-        if version != SCHEMA_VERSION or not set(ROW.names) <= set(table.schema.names):
+            names = set(table.schema.names)
+        if version != SCHEMA_VERSION or not set(ROW.names) <= names:
             raise BadIndex(
                 f"the index at {self.folder} has schema {version}, this Millrace uses {SCHEMA_VERSION}; "
                 f"{self._again()} makes it again, and the folder is safe to delete"

@@ -42,6 +42,12 @@ def test_numbers_truth_values_and_a_users_message_are_text(
     assert read == row | {"answer": text, "reward_model.ground_truth": text, "all.0": text}
 
 
+def test_an_integer_of_any_size_is_text(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"answer": 10**400}))
+    assert read_rows(file, required=["answer"]) == [{"answer": "1" + "0" * 400}]
+
+
 @pytest.mark.parametrize(
     ("column", "text"),
     [

@@ -142,7 +142,11 @@ def test_a_damaged_file_is_an_error_that_names_it_and_the_way_out(log: RunLog, s
     with pytest.raises(DamagedRewards, match="of another shard than s1"):
         find_rewards(log, other, MINE)
     altered = ipc_bytes(read_rewards(log, shard, "mine").slice(1), compression=None)
-    for data, may_be_found in ((b"no arrow", False), (whole[:-20], False), (altered, True)):
+    not_a_name = whole.replace(b"group_id", b"\xe5roup_id")
+    other_type = ipc_bytes(pa.table({"group_id": ["g"], "attempt": ["0"], "reward": [1.0]}), compression=None)
+    for data, may_be_found in (
+        *((b"no arrow", False), (whole[:-20], False), (altered, True), (not_a_name, False), (other_type, False)),
+    ):
         log.store.put(key, data)
         with pytest.raises(DamagedRewards, match=r"rewards/mine/s0.arrow.*under another name"):
             read_rewards(log, shard, "mine")
