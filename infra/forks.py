@@ -24,6 +24,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ def end_with_parent() -> None:
 def adopt_environment() -> None:
     """Let libraries follow variables that they have read when they were imported, and draw numbers of their own."""
     adopt_malloc(os.environ)
+    tempfile.tempdir = None
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     dynamo: Any = sys.modules.get("torch._dynamo.config")

@@ -16,14 +16,14 @@ from infra.forks import SOURCE, imported_early
 
 _ASKS = [sys.executable, str(Path(forks.__file__).with_name("forked_worker.py"))]
 _WORKER = """
-import json, multiprocessing, os, sys
+import json, multiprocessing, os, sys, tempfile
 from infra.forks import become_fork_server
 
 def child(queue):
-    queue.put(["wave" in sys.modules, os.getpgrp()])
+    queue.put(["early" in sys.modules, os.getpgrp(), tempfile.gettempdir()])
 
 if __name__ == "__main__":
-    facts = {"wave": "wave" in sys.modules, "ray": "ray" in sys.modules, "argv": sys.argv[1:], "folder": os.getcwd()}
+    facts = {"early": "early" in sys.modules, "ray": "ray" in sys.modules, "argv": sys.argv[1:], "folder": os.getcwd()}
     facts |= {"X": os.environ["X"], "pid": os.getpid(), "source": os.getppid(), "served": become_fork_server()}
     context = multiprocessing.get_context("forkserver")
     queue = context.SimpleQueue()
@@ -35,11 +35,16 @@ if __name__ == "__main__":
 """
 
 
-def test_a_worker_and_its_children_have_what_the_source_has_imported(tmp_path: Path) -> None:
+def test_a_worker_and_its_children_have_what_the_source_has_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "worker.py").write_text(_WORKER)
-    environment = {**os.environ, "X": "y", "PYTHONPATH": str(Path(forks.__file__).parents[1])}
+    (tmp_path / "early.py").write_text("import tempfile\ntempfile.gettempdir()")
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{Path(forks.__file__).parents[1]}{os.pathsep}{tmp_path}")
+    environment = {**os.environ, "X": "y", "TMPDIR": str(scratch)}
     read, write = os.pipe()
-    with imported_early(["wave"], log=tmp_path / "imports.log"):
+    with imported_early(["early"], log=tmp_path / "imports.log"):
         asking = [*_ASKS, str(tmp_path / "worker.py"), "--a=b", "--serialized-runtime-env-context={}", "--language=P"]
         environment[SOURCE] = os.environ[SOURCE]
         subprocess.run(asking, env=environment, cwd=tmp_path, stdout=write, stdin=subprocess.PIPE, check=True)
@@ -51,8 +56,8 @@ def test_a_worker_and_its_children_have_what_the_source_has_imported(tmp_path: P
     assert not source.is_running() and SOURCE not in os.environ
     assert group == facts.pop("pid") != facts.pop("source"), "a group of its own: Ray kills that of an ended worker"
     assert facts == {
-        **{"wave": True, "ray": False, "argv": ["--a=b"], "folder": str(tmp_path), "X": "y", "served": True},
-        **{"child": [True, group], "exit": 0},
+        **{"early": True, "ray": False, "argv": ["--a=b"], "folder": str(tmp_path), "X": "y", "served": True},
+        **{"child": [True, group, str(scratch)], "exit": 0},
     }
 
 
