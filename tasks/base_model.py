@@ -12,11 +12,14 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from prefect import task
 
 from infra.environment import cache_folder
+from infra.liveness import RayLost
 from infra.user_code import load_object
+from settings.errors import DiskFull
 from settings.run_file import RunConfig
 from settings.warmup import DEMONSTRATIONS
 from storage.log.entries import Policy
@@ -34,7 +37,15 @@ _MOST_WAITS = 3
 """The second line comes after twice the time, and all from the third on after three times."""
 
 
-@task(name="base-model", retries=1, persist_result=False)
+def _may_pass(_task: Any, _task_run: Any, state: Any) -> bool:
+    """A process that died, or a store that did not answer; what the user has to mend is not tried again."""
+    if isinstance(state.data, ValueError | DiskFull | RayLost):
+        return False
+    logger.warning("%s; it is tried once more", str(state.data) or type(state.data).__name__)
+    return True
+
+
+@task(name="base-model", retries=1, retry_condition_fn=_may_pass, persist_result=False)
 async def provide_base_model(session: RunSession, *, config: RunConfig) -> Policy:
     """Version 0 of the run. A model made or copied once is found again by its content, by every later run in the store;
     the run goes on with what it began with, whatever becomes of the folder."""
@@ -87,7 +98,7 @@ async def _progress_of(log_file: Path) -> AsyncIterator[None]:
         saying.cancel()
 
 
-@task(name="reference-model", retries=1, persist_result=False)
+@task(name="reference-model", retries=1, retry_condition_fn=_may_pass, persist_result=False)
 async def provide_reference(session: RunSession, *, model: str) -> str:
     """Put a model that a replay takes as its reference into the store; returns its key."""
     return await asyncio.to_thread(store_model, model, session.log.store)

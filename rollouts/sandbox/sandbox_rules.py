@@ -7,7 +7,7 @@ In: the folder it may write to, and limits. Out: a list of the rights it could n
     Landlock     files: write access in its own folder only, read access there, to /usr, Python and its packages
     seccomp      no sockets, no new processes, no signals to others, no ptrace, no changed owners or modes; of calls
                  that do many things (`fcntl`, `ioctl`, `prctl`, `open`) only those that are listed
-    cgroup v2    all memory together, and threads, if a group for it was made (`cgroups.py`)
+    cgroup v2    all memory together, and threads, if a group for it was made (`usage.py`)
 
 Landlock and seccomp also work in containers, where namespaces mostly do not: Docker's default profile allows both.
 They keep a policy from cheating its reward and from doing harm by accident. Against attacks on the kernel itself, run

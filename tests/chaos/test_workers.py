@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,18 @@ def test_a_worker_whose_loop_hangs_ends_the_run_with_a_report(home: Home, base_m
     assert done.returncode == 2
     assert "no progress for" in done.stderr and "0 of 4 groups are ready for step 1" in done.stderr
     assert "rollout-0 does not answer: see the stacks in its log" in done.stderr
+
+
+@pytest.mark.parametrize("inflict", [psutil.Process.kill, psutil.Process.suspend])
+def test_a_warm_up_that_dies_or_is_stopped_begins_again(home: Home, inflict: Callable[[psutil.Process], None]) -> None:
+    warm_up = ["workflow=examples.arithmetic:Arithmetic", "warmup.num_steps=30"]
+    process = home.start("train", str(SCRIPTED), *warm_up, "evaluation.every=0", "steps=1", "run=warm")
+    log = home.path / "logs" / "warm" / "warmup.log"
+    home.wait(process, log.exists)
+    inflict(home.process_of("warm", "warmup"))
+    assert process.wait(timeout=240) == 0, home.said()
+    assert re.search(r"warmup died; its log is \S+; it is tried once more", home.said())
+    assert state_of(home, "warm").step == 1
 
 
 def _engine_of(worker: psutil.Process) -> list[psutil.Process]:
