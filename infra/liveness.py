@@ -36,6 +36,7 @@ STOPPED_LOOKS = 5
 GCS_LOOKS = 3
 _ANSWER_SECONDS = 5.0
 END_SECONDS = 30.0
+_NEXT_WATCH_SECONDS = 60.0
 _DEPTH = 2  # below the driver: Ray, and its workers
 _ENGINE = "VLLM"
 _WATCHED_ON_NODES = ("ray::Host", _ENGINE)  # a cluster has workers of other programs too
@@ -125,12 +126,15 @@ class Watch:
 
     def _watch_node(self, node_id: str, host_on: Callable[[str, str], Any]) -> None:
         async def report() -> None:
-            with contextlib.suppress(UserError):  # it has died as its node has, or Ray
+            try:
                 watch = host_on(node_id, f"{__name__}:NodeWatch")
                 await watch.call("open")
                 while True:
                     for sentence in await watch.call("killed"):
                         logger.warning(sentence)
+            except (UserError, psutil.Error) as error:  # its node has died, or Ray; or the node has no Millrace
+                logger.debug("no watch on node %s: %r", node_id, error)
+                await asyncio.sleep(_NEXT_WATCH_SECONDS)
 
         if node_id not in self._on_nodes or self._on_nodes[node_id].done():
             self._on_nodes[node_id] = asyncio.ensure_future(report())
