@@ -183,11 +183,11 @@ def _attempt_keys(table: pa.Table) -> pa.Array:
 def _decode(data: bytes, *, log: RunLog, key: str) -> pa.Table:
     try:
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-        found = list(zip(table.column_names, table.schema.types, strict=True))
+        names = table.column_names
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _damaged(log, key, f"it is not an Arrow IPC file, or cut off ({error})") from error
-    types = {field.name: [kind for name, kind in found if name == field.name] for field in SCHEMA}
-    if wrong := [field.name for field in SCHEMA if types[field.name] != [field.type]]:
+    kinds = {name: table.schema.field(name).type for name in names if names.count(name) == 1}
+    if wrong := [field.name for field in SCHEMA if kinds.get(field.name) != field.type]:
         raise _damaged(log, key, f"columns {wrong} are missing, doubled or of another type")
     return table.combine_chunks()
 
