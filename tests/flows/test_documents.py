@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -250,8 +251,9 @@ def _stands_for(copy: Path) -> dict[str, str]:
     embedding = copy / "embed.py"
     embedding.write_text("def embed(texts):\n    return [[float(len(text)), 1.0] for text in texts]\n")
     ids = [attempt["trajectory_id"] for attempt in json.loads(_run(["traj", "sql", RUN, ATTEMPTS, "--json"]))]
+    examples = [tomllib.loads(path.read_text()).get("run", "RUN") for path in PROJECT.glob("examples/**/*.toml")]
     return {
-        **dict.fromkeys(["arithmetic", "letters", "my-run", "search-agent", "two-tries", "RUN"], RUN),
+        **dict.fromkeys([*examples, "letters", "my-run", "two-tries", "RUN"], RUN),
         "arithmetic@rollout": f"{RUN}@rollout",
         "MODEL@rollout": f"{RUN}@rollout",
         "ID": ids[0],

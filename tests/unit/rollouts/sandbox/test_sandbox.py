@@ -181,11 +181,12 @@ def test_memory_files_and_descriptors_are_limited(tmp_path: Path):
     assert len(printed) <= 2**24
 
 
-_FILE = "open(name, 'wb') as file:\n        file.write(bytes(2**22))\n        file.flush()"
+_FILE = "open(name, 'w+b') as file:\n        file.write(bytes(2**22))\n        file.flush()"
 EXCESSES = {
     f"with {_FILE}": "64 MiB of files",
     f"with {_FILE}\n        kept.append(os.dup(file.fileno()))\n    os.unlink(name)": "64 MiB of files",
-    f"with {_FILE}\n        kept += [mmap.mmap(os.open(name, os.O_RDWR), 0)]\n    os.unlink(name)": "64 MiB of files",
+    f"with {_FILE}\n        kept.append(mmap.mmap(file.fileno(), 0))\n        os.closerange(file.fileno() + 1, 64)\n"
+    "    os.unlink(name)": "64 MiB of files",  # in memory alone: what is mapped keeps a descriptor of its own
     "open(name, 'w')": "200 files",
     "os.mkdir(name)": "200 files",
     "os.symlink('x' * 3000, name)": "200 files",
