@@ -45,6 +45,8 @@ _WATCHED_ON_NODES = ("ray::Host", _ENGINE)  # a cluster has workers of other pro
 class RayLost(UserError):
     """Ray is gone, and every process of the session with it; the message says which part of it."""
 
+    may_pass = False
+
 
 class Watch:
     """Watches for one session, from the event loop it is made in, until `end`.

@@ -21,6 +21,8 @@ from storage.records import Message, RolloutGroup, Task, Trajectory
 class WrongWorkflow(UserError):
     """The workflow returned neither a `Score` of numbers nor a number."""
 
+    may_pass = False
+
 
 @dataclass(frozen=True, kw_only=True)
 class Score:

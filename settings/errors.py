@@ -45,14 +45,20 @@ class UserError(Exception):
 
     exit_status = 2
     """Exit status of a command that ends with this error."""
+    may_pass = True
+    """Whether the same may succeed when it is tried again, though nothing has been mended meanwhile."""
 
 
 class InvalidInput(UserError, ValueError):
     """A value that was given cannot be used."""
 
+    may_pass = False
+
 
 class NotFound(UserError, FileNotFoundError):
     """Something that was named is not there."""
+
+    may_pass = False
 
 
 class DiskFull(UserError):
@@ -60,10 +66,13 @@ class DiskFull(UserError):
     that was committed is lost, and the same command continues once there is room."""
 
     exit_status = errno.ENOSPC
+    may_pass = False
 
 
 class MissingPackage(UserError, ImportError):
     """A package that is no part of this install."""
+
+    may_pass = False
 
 
 def missing_package(module: str | None) -> MissingPackage | None:

@@ -17,9 +17,7 @@ from typing import Any
 from prefect import task
 
 from infra.environment import cache_folder
-from infra.liveness import RayLost
 from infra.user_code import load_object
-from settings.errors import DiskFull
 from settings.run_file import RunConfig
 from settings.warmup import DEMONSTRATIONS
 from storage.log.entries import Policy
@@ -27,6 +25,7 @@ from storage.objects.digests import DIGEST_FILE, DigestMismatch, read_seal, sha2
 from storage.objects.object_store import ObjectStore
 from storage.objects.opening import open_store
 from storage.objects.staging import staging_folder
+from tasks.prefect.task_runs import may_pass
 from tasks.session import RunSession
 from trainers.model.fetch import GGUF, fetch_model
 
@@ -37,12 +36,11 @@ _MOST_WAITS = 3
 """The second line comes after twice the time, and all from the third on after three times."""
 
 
-def _may_pass(_task: Any, _task_run: Any, state: Any) -> bool:
-    """A process that died, or a store that did not answer; what the user has to mend is not tried again."""
-    if isinstance(state.data, ValueError | DiskFull | RayLost):
-        return False
-    logger.warning("%s; it is tried once more", str(state.data) or type(state.data).__name__)
-    return True
+def _may_pass(task: Any, task_run: Any, state: Any) -> bool:
+    """As `may_pass`, and says so: no other worker's line tells of a process that died."""
+    if passes := may_pass(task, task_run, state):
+        logger.warning("%s; it is tried once more", str(state.data) or type(state.data).__name__)
+    return passes
 
 
 @task(name="base-model", retries=1, retry_condition_fn=_may_pass, persist_result=False)

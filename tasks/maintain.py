@@ -25,11 +25,12 @@ from storage.retention.retention import RunReport, RunRetention, collect_garbage
 from storage.retention.rules import Rules, make_rules
 from tasks.checks.space import expected_space
 from tasks.prefect.run_logs import outside_session
+from tasks.prefect.task_runs import may_pass
 
 logger = logging.getLogger("millrace.maintain")
 
 
-@task(name="collect-garbage", retries=1, retry_delay_seconds=10, persist_result=False)
+@task(name="collect-garbage", retries=1, retry_delay_seconds=10, retry_condition_fn=may_pass, persist_result=False)
 async def collect_from_runs(
     *, runs: list[str], store: str, dry_run: bool, ignore_readers: bool, **rules: Any
 ) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation, Policy
 from storage.log.scores import failure_of
 from tasks.prefect.run_logs import log_evaluation
+from tasks.prefect.task_runs import may_pass
 from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.rollout")
@@ -35,6 +36,7 @@ async def start_rollout_worker(session: RunSession, *, name: str, version: int |
     task_run_name="publish-{policy.version}",
     retries=3,
     retry_delay_seconds=exponential_backoff(backoff_factor=1),
+    retry_condition_fn=may_pass,
     persist_result=False,
 )
 async def publish_policy(session: RunSession, *, policy: Policy) -> None:
@@ -49,6 +51,7 @@ async def publish_policy(session: RunSession, *, policy: Policy) -> None:
     task_run_name="load-{policy.version}",
     retries=3,
     retry_delay_seconds=exponential_backoff(backoff_factor=1),
+    retry_condition_fn=may_pass,
     persist_result=False,
 )
 async def load_policy(session: RunSession, *, policy: Policy) -> None:
@@ -98,6 +101,7 @@ def evaluating(session: RunSession, *, version: int, **how: Any) -> Awaitable[Ev
     task_run_name="evaluate-{version}",
     retries=2,
     retry_delay_seconds=exponential_backoff(backoff_factor=2),
+    retry_condition_fn=may_pass,
     persist_result=False,
 )
 async def evaluate_policy(

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from prefect import task
 from prefect.context import FlowRunContext
@@ -18,8 +18,7 @@ from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
 from infra.cluster import WorkerDied
-from infra.liveness import RayLost
-from settings.errors import DiskFull, UserError
+from settings.errors import UserError
 from settings.run_file import RunConfig
 from storage.log.claims import has_sampled_all, next_claim, streams
 from storage.log.entries import Claim, ClaimedGroup, Step
@@ -28,9 +27,8 @@ from tasks.checks.learning_rate import FIRST_STEPS, nothing_moves
 from tasks.checks.machine import precision_text
 from tasks.checks.preflight import about_model
 from tasks.clock import out_of_room
+from tasks.prefect.task_runs import may_pass
 from tasks.session import RunSession
-from tasks.trainer import EveryClaimRefused
-from trainers.health import NonFinite
 
 logger = logging.getLogger("millrace.train")
 
@@ -163,17 +161,12 @@ def forget_results() -> None:
         context.task_run_assets.clear()
 
 
-def _may_pass(task: Any, task_run: Any, state: Any) -> bool:
-    """Whether a failed step is worth another try: what the data, the settings or a full disk forbid stays so."""
-    return not isinstance(state.data, NonFinite | EveryClaimRefused | ValueError | DiskFull | RayLost)
-
-
 @task(
     name="train",
     task_run_name="train-{claim.step}",
     retries=2,
     retry_delay_seconds=exponential_backoff(backoff_factor=1),
-    retry_condition_fn=_may_pass,
+    retry_condition_fn=may_pass,
     persist_result=False,
 )
 async def train_step(session: RunSession, *, claim: Claim, config: RunConfig) -> Step | None:

@@ -30,6 +30,8 @@ REFUSALS = 3
 class EveryClaimRefused(UserError):
     """Claim after claim had shards that must not be trained: collecting more of them is of no use."""
 
+    may_pass = False
+
 
 class TrainerHandle:
     """The trainer's processes, as one. Also hosts a replay, which computes as the trainer does."""

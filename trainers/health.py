@@ -67,6 +67,8 @@ class GapTooLarge(RefusedShards):
 class NonFinite(UserError):
     """A loss, log-probability, advantage or gradient is NaN or infinite. The optimizer has not seen it."""
 
+    may_pass = False
+
     def __init__(self, what: str, rows: Sequence[str], num_updates: int = 0) -> None:
         """`num_updates` optimizer updates of this step came before; 0: the weights are still the step's base policy."""
         named = ", ".join(rows[:_ROWS_NAMED]) + (f" and {len(rows) - _ROWS_NAMED} more" if rows[_ROWS_NAMED:] else "")

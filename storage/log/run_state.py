@@ -28,6 +28,8 @@ class Conflict(UserError):
 class LogDamaged(UserError):
     """An entry cannot be read, or contradicts the ones before; the message names it."""
 
+    may_pass = False
+
 
 class Columns(NamedTuple):
     """What the fold needs of one entry; a segment stores it beside the entry's JSON. None if its kind has none.

@@ -1,7 +1,9 @@
-"""The task runs of this process's flows: Cancelled if they were cut off; and a wait until Prefect's server has them.
+"""The task runs of this process's flows: which are tried again, Cancelled if they were cut off, and a wait until
+Prefect's server has them.
 
-In: the flow runs that have ended here. Out: a wait. A server beside the command dies with it, and with it the queue of
-what Prefect's client has sent. Without the wait, the last tasks would be missing on the flow run's page.
+In: failed task runs, and the flow runs that have ended here. Out: a yes or no, and a wait. A server beside the command
+dies with it, and with it the queue of what Prefect's client has sent. Without the wait, the last tasks would be missing
+on the flow run's page.
 """
 
 from __future__ import annotations
@@ -37,6 +39,12 @@ def cut_off_is_cancelled() -> None:
 
 async def _state_of(exc: BaseException, result_store: Any = None) -> State[Any]:
     return Cancelled(message=CUT_OFF, data=exc) if is_stop(exc) else await exception_to_crashed_state(exc, result_store)
+
+
+def may_pass(_task: Any, _task_run: Any, state: State[Any]) -> bool:
+    """Whether a failed task is worth another try: what the data, the settings, the user's code or a full disk forbid
+    stays so. For Prefect's `retry_condition_fn`."""
+    return not isinstance(state.data, ValueError) and bool(getattr(state.data, "may_pass", True))
 
 
 def expect_task_runs() -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect.states import Failed
 
+from infra.cluster import WorkerDied
+from infra.liveness import RayLost
+from settings.errors import NotFound
 from settings.train import SUSPICIOUS_GAPS
 from storage.log.entries import Claim
 from storage.log.run_log import RunLog
+from storage.objects.object_store import StoreError, StoreFull
 from tasks import steps
 from tasks.clock import out_of_room
+from tasks.prefect.task_runs import may_pass
 from tasks.session import RunSession
 from tasks.trainer import EveryClaimRefused
 from tests.builders import a_claim, a_config, a_shard, a_step, a_summary
@@ -108,9 +113,11 @@ def test_attempts_that_fill_the_context_are_a_metric_and_one_warning(
 
 
 def test_only_what_may_pass_is_tried_again() -> None:
-    fatal = [NonFinite("the loss", ["r"]), EveryClaimRefused("x"), ValueError("all rewards are None")]
-    assert not any(steps._may_pass(None, None, SimpleNamespace(data=error)) for error in fatal)
-    assert steps._may_pass(None, None, SimpleNamespace(data=OSError("disk")))
+    fatal: list[Exception] = [NonFinite("the loss", ["r"]), EveryClaimRefused("x"), ValueError("all rewards are None")]
+    fatal += [StoreFull("full"), RayLost("raylet"), NotFound("no run")]
+    assert not any(may_pass(None, None, Failed(data=error)) for error in fatal)
+    passing = [OSError("cut"), StoreError("no reply"), WorkerDied("rollout-0")]
+    assert all(may_pass(None, None, Failed(data=error)) for error in passing)
 
 
 # The next step's first parts, while the others are sampled
