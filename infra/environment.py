@@ -15,6 +15,7 @@ import subprocess
 import warnings
 from collections.abc import Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from infra.structured_logs import logs_are_json
@@ -219,6 +220,19 @@ def _exempt_loopback() -> None:
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = value
 
 
+def allocator() -> dict[str, str]:
+    """Variables for a process that is to take its memory from jemalloc, of which Ray brings a copy. None if it does not,
+    or if the user preloads a library.
+
+    glibc finds ever fewer of its free blocks large enough for what the next step asks: after four steps of SmolLM2-135M
+    a trainer has 5.7 GiB with it, and with jemalloc 2.8.
+    """
+    spec = find_spec("ray")
+    folders = (spec.submodule_search_locations if spec else None) or []
+    libraries = [str(path) for folder in folders if (path := Path(folder, "core", "libjemalloc.so")).exists()]
+    return {} if not libraries or "LD_PRELOAD" in os.environ else {"LD_PRELOAD": libraries[0]}
+
+
 def adopt_malloc(variables: Mapping[str, str]) -> None:
     """Let glibc follow variables that it reads only when a process starts. Without glibc nothing is done."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -228,7 +242,10 @@ def adopt_malloc(variables: Mapping[str, str]) -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Give the kernel what glibc keeps, where it would fit nothing that comes. Without glibc nothing is done."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
+    """Give the kernel what the allocator keeps, where it would fit nothing that comes. Another one than jemalloc and
+    glibc keeps it."""
+    process = ctypes.CDLL(None)
+    if purge := getattr(process, "mallctl", None):
+        purge(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))  # MALLCTL_ARENAS_ALL
+    elif trim := getattr(process, "malloc_trim", None):
+        trim(0)

@@ -4,7 +4,8 @@
              └▶ Ray's raylet ──▶ forked_worker.py: asks the source ──┘
                                  vLLM's front end asks it too  ──fork──▶ fork server of vLLM's core
 
-In: names of modules. Out: processes that have them, with the environment, folder and output of the process that asked.
+In: names of modules. Out: processes that have them, with the environment, folder and output of the process that asked,
+and jemalloc in place of glibc's allocator.
 Without a source, on another machine or after a failure, Ray starts its workers as usual.
 """
 
@@ -29,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.environment import adopt_malloc
+from infra.environment import adopt_malloc, allocator
 from infra.user_code import own_command
 
 SOURCE = "MILLRACE_FORKS_FROM"
@@ -57,6 +58,7 @@ def imported_early(modules: Sequence[str], *, log: Path) -> Iterator[None]:
         listener.listen(128)
         source = subprocess.Popen(
             [*own_command("infra.forks:serve"), str(listener.fileno()), *modules],
+            env=os.environ | allocator(),
             stdin=subprocess.PIPE,  # its end is ours
             stdout=output,
             stderr=output,

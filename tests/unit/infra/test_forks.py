@@ -19,11 +19,15 @@ _WORKER = """
 import json, multiprocessing, os, sys, tempfile
 from infra.forks import become_fork_server
 
+def allocator():
+    return "jemalloc" if "libjemalloc" in open("/proc/self/maps").read() else "glibc"
+
 def child(queue):
-    queue.put(["early" in sys.modules, os.getpgrp(), tempfile.gettempdir()])
+    queue.put(["early" in sys.modules, os.getpgrp(), tempfile.gettempdir(), allocator()])
 
 if __name__ == "__main__":
     facts = {"early": "early" in sys.modules, "ray": "ray" in sys.modules, "argv": sys.argv[1:], "folder": os.getcwd()}
+    facts |= {"allocator": allocator(), "preloaded": os.environ.get("LD_PRELOAD")}
     facts |= {"X": os.environ["X"], "pid": os.getpid(), "source": os.getppid(), "served": become_fork_server()}
     context = multiprocessing.get_context("forkserver")
     queue = context.SimpleQueue()
@@ -57,7 +61,7 @@ def test_a_worker_and_its_children_have_what_the_source_has_imported(
     assert group == facts.pop("pid") != facts.pop("source"), "a group of its own: Ray kills that of an ended worker"
     assert facts == {
         **{"early": True, "ray": False, "argv": ["--a=b"], "folder": str(tmp_path), "X": "y", "served": True},
-        **{"child": [True, group, str(scratch)], "exit": 0},
+        **{"allocator": "jemalloc", "preloaded": None, "child": [True, group, str(scratch), "jemalloc"], "exit": 0},
     }
 
 
