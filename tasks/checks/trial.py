@@ -30,7 +30,7 @@ from rollouts.chat.tools import ToolUnavailable
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardFailed, RewardTimeout
 from rollouts.workflow import Workflow, WrongWorkflow, place_of
-from settings.errors import InvalidInput, all_of, counted, failure_text, has_users_frames
+from settings.errors import InvalidInput, counted, failure_text, has_users_frames
 from settings.run_file import RunConfig
 from settings.warmup import DEMONSTRATIONS, TINY_POSITIONS
 from storage.records import Message, Task
@@ -192,7 +192,7 @@ def play_tasks(
         raise InvalidInput(f"{what}, so nothing can be trained; `await chat.ask(…)` does. It is at {place_of(method)}")
     if outcomes and all(outcome.error is None and outcome.reward is None for outcome in outcomes):
         why = "None means not applicable, as NaN does: such attempts enter no mean and are not trained"
-        logger.warning("the reward of %s that were tried is None; %s", all_of(len(outcomes), "attempt"), why)
+        logger.warning("every attempt that was tried (%d) has the reward None; %s", len(outcomes), why)
     has_tools = any(outcome.has_tools for outcome in outcomes)
     tokens = check_template(config, several_turns=any(len(each.turns) > 1 for each in outcomes), with_tools=has_tools)
     if config.model and tokens is None:

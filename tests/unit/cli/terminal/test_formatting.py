@@ -49,7 +49,7 @@ def test_an_evaluation_is_a_score_with_its_error_and_what_failed() -> None:
     assert held_out(older) == ("held-out 0.490", "on 200 tasks, 2 failed, 4.8 s")
     failed = replace(several, num_tasks=2, n_samples=2, num_failed=4, failures={"env_error": 4})
     assert held_out(failed) == ("evaluation failed:", "all 4 attempts did (env_error 4)")
-    assert held_out(replace(failed, num_failed=1))[1].startswith("the only attempt did (")
+    assert held_out(replace(failed, num_tasks=1, n_samples=1, num_failed=1))[1].startswith("the only attempt did (")
 
 
 def test_outside_of_a_terminal_nothing_is_folded_cut_or_padded(
