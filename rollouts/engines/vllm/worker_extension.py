@@ -173,7 +173,7 @@ class ReloadExtension:
         """
         from vllm.platforms import current_platform
 
-        from rollouts.engines.vllm.repairs import CopiesAreLoads, rotate_by_heads
+        from rollouts.engines.vllm.repairs import CopiesAreLoads, rotate_by_heads, round_biases
 
         model = self.model_runner.get_model()
         rotate_by_heads(model)
@@ -209,6 +209,7 @@ class ReloadExtension:
         wrong = [f"{name} {incomplete[name]}" for name in incomplete if incomplete[name] != padded.get(name)]
         if wrong:
             raise InvalidInput(f"{what} lacks tensors; elements loaded of elements needed: {', '.join(wrong[:3])}")
+        round_biases(model)
         if current_platform.is_cpu():
             for module in model.modules():
                 if type(module).__name__ == "ParallelLMHead":
