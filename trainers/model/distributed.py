@@ -10,6 +10,7 @@ A collective waits for every rank: what one rank skips, because it failed or dec
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -138,7 +139,12 @@ def move(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimize
     for optimizer in optimizers:
         for state in optimizer.state.values():
             state |= {name: its.to(device) for name, its in state.items() if isinstance(its, torch.Tensor)}
-    if device.type == "cpu" and torch.cuda.is_available():
+
+
+def give_back_device_memory() -> None:
+    """Give the GPU's driver, and so other processes, what torch's allocator keeps of it for the next tensors."""
+    if torch.cuda.is_available():
+        gc.collect()  # an error's frames, and a compiled layer, refer to themselves, and may hold tensors
         torch.cuda.empty_cache()
 
 
