@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,28 @@ def test_adapters_beside_experts_are_refused_where_vllm_cannot_hold_them(
     config.write_text('{"num_experts": 4}')
     monkeypatch.setattr(preflight, "is_cpu_build", lambda: False)
     preflight.check_adapters(run)
+
+
+def test_adapters_in_float32_are_refused_where_vllm_s_kernels_have_16_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The assertion in vLLM's own source, which would otherwise be met when an engine has loaded its weights."""
+    kernel = Path(next(iter(find_spec("vllm").submodule_search_locations))) / "lora/ops/triton_ops/lora_shrink_op.py"  # type: ignore[union-attr, arg-type]
+    assert "assert inputs.dtype in [torch.float16, torch.bfloat16]\n" in kernel.read_text()
+    model = tiny_model(tmp_path / "model")
+    run = a_config(lora={"rank": 4}, model=str(model))
+    for is_cpu, dtype in ((True, "float32"), (False, "bfloat16")):
+        monkeypatch.setattr("rollouts.production.engine_choice.is_cpu_build", lambda is_cpu=is_cpu: is_cpu)
+        assert fitted_to_model(run, model).engine.vllm["dtype"] == dtype
+        assert fitted_to_model(a_config(), model).engine.vllm["dtype"] == "float32", "without adapters"
+        monkeypatch.setattr(preflight, "is_cpu_build", lambda is_cpu=is_cpu: is_cpu)
+        preflight.check_adapters(run)
+        chosen = a_config(lora={"rank": 4}, vllm={"dtype": "float32"})
+        if is_cpu:
+            preflight.check_adapters(chosen)
+            continue
+        with pytest.raises(InvalidInput, match="vllm.dtype = 'float32': .* 16 bits alone; use 'bfloat16'"):
+            preflight.check_adapters(chosen)
 
 
 class _Echo(Workflow):
