@@ -389,8 +389,8 @@ def main() -> None:
                 return {"seconds": time.time() - started}
 
             report.cold_starts = (report.cold_starts[0] + report.measure(name, start), number + 1)
-    for name, (number, holds) in report.bars().items():
-        print(f"{'holds' if holds else 'MISSED':6}  {number:10.3f}  {name}")
+    for name, (measure, holds) in report.bars().items():
+        print(f"{'holds' if holds else 'MISSED':6}  {measure:10.3f}  {name}")
     report.write()
     sys.exit(bool(report.failures))
 

@@ -15,11 +15,12 @@ import pytest
 from cli.operate.doctor import check_sandbox
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
-from rollouts.production.engine_choice import fitted_to_model
+from rollouts.production.engine_choice import fitted_to_model, num_sequences
 from rollouts.production.worker import RolloutWorker
 from rollouts.sandbox import sandbox
 from rollouts.workflow import Score, Workflow
 from settings.errors import InvalidInput, UserError
+from settings.evaluation import EvaluationSettings
 from settings.run_file import RunConfig, load_run_file
 from storage.log.entries import Session, TaskSet
 from storage.log.runs import create_run
@@ -102,6 +103,25 @@ def test_an_engine_on_cpus_compiles_only_a_small_model_in_a_long_run(
         assert fitted_to_model(set_by_user, model).engine.vllm["enforce_eager"] is own
     monkeypatch.setattr("rollouts.production.engine_choice.is_cpu_build", lambda: False)
     assert "enforce_eager" not in fitted_to_model(config, model).engine.vllm
+
+
+def test_an_engine_on_a_gpu_computes_as_much_at_a_time_as_the_memory_plan_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM, which knows servers and scripts alone, would compute 128 sequences at a time on any card."""
+    model = tiny_model(tmp_path / "model")
+
+    def limits(concurrent: int = 64, **vllm: int) -> tuple[int, int]:
+        config = a_config(n_samples=8, max_concurrent=concurrent, vllm=vllm)
+        config = config.model_copy(update={"evaluation": EvaluationSettings(max_concurrent=16)})
+        arguments = fitted_to_model(config, model).engine.vllm
+        assert arguments["max_num_seqs"] == num_sequences(config) or "max_num_batched_tokens" in vllm
+        return arguments["max_num_seqs"], arguments["max_num_batched_tokens"]
+
+    monkeypatch.setattr("rollouts.production.engine_choice.is_cpu_build", lambda: False)
+    assert limits() == (512, 8192) and limits(1000) == (512, 8192) and limits(4) == (32, 8192)
+    assert limits(max_num_seqs=40) == (40, 8192), "what is set stays"
+    assert limits(max_num_batched_tokens=64) == (64, 64), "vLLM refuses fewer tokens than sequences"
 
 
 def test_lengths_that_were_set_must_fit_the_model_and_others_are_cut_to_it(tmp_path: Path) -> None:
