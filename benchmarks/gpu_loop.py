@@ -271,6 +271,7 @@ def summarise(
         "turns_share_of_round": turns * len(steady) / seconds,
         "engine_gap_first": steps[0][1].get("engine_gap", 0.0),
         "engine_gap": median("engine_gap"),
+        "trainer_gpu_bytes": max(metrics.get("trainer_gpu_bytes", 0.0) for _, metrics in steps),
     }
     return {**numbers, **{f"{change}_seconds": median(f"{change}_seconds") for change in CHANGES}, **memory}
 

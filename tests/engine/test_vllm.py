@@ -105,8 +105,9 @@ def test_a_run_on_one_gpu_is_killed_and_goes_on(home: Home, base_model: Path, sh
     assert state.step == 6 and state.positions == set(range(48))
     assert [evaluation.version for evaluation in state.evaluations] == [0, 3, 6]
     gaps = [step.metrics["engine_gap"] for step in state.steps]
-    assert max(gaps) <= 1.1 * gaps[0] + 1e-4, "no wake brought other weights"
+    assert max(gaps) <= 2 * gaps[0] + 1e-3, "no wake brought other weights, which are off by ten times as much"
     assert ("sleep_seconds" in state.steps[-1].metrics) == (share == "phases")
+    assert all(0 < step.metrics["trainer_gpu_bytes"] < 2**32 for step in state.steps), "of a tiny model"
 
 
 @pytest.mark.slow

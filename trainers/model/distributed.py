@@ -148,6 +148,15 @@ def give_back_device_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def peak_device_bytes(device: torch.device) -> dict[str, float]:
+    """A metric: what this rank's allocator has held of its GPU at most since this was last asked; none on a CPU."""
+    if device.type != "cuda":
+        return {}
+    peak = torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"trainer_gpu_bytes": float(peak)}
+
+
 def kept_on_host() -> saved_tensors_hooks:
     """Inside, what a forward pass keeps for the backward pass is kept in host memory; parameters, which FSDP2 gathers
     again, stay where they are."""

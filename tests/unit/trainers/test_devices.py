@@ -20,6 +20,7 @@ from trainers.critic import CriticModel
 from trainers.data.samples import Samples
 from trainers.model import attention
 from trainers.model.batches import build_pack
+from trainers.model.distributed import peak_device_bytes
 from trainers.model.experts import Routed
 from trainers.model.model import load_model
 
@@ -102,6 +103,15 @@ def test_a_trainer_that_leaves_gives_back_all_that_it_let_go_of(
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_: tensor.detach().clone())  # as to another device
     trainer.move(torch.device("cpu"))
     assert given_back == [(True, [])]
+
+
+def test_each_step_reports_its_own_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [5, 3]
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: max(held))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: held.remove(max(held)))
+    reported = [peak_device_bytes(torch.device("cuda", 0)) for _ in range(2)]
+    assert reported == [{"trainer_gpu_bytes": 5.0}, {"trainer_gpu_bytes": 3.0}]
+    assert peak_device_bytes(torch.device("cpu")) == {}
 
 
 @pytest.mark.gpu
