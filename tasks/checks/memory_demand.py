@@ -157,7 +157,8 @@ def engine_part(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
     held = {
         "weights": sizes.parameters * width / parts,
         "activations": batched * width * (4 * sizes.hidden + 3 * sizes.inner / parts)
-        + 3 * 4 * num_sequences(config) * sizes.vocabulary,
+        # Logits three times over, and vLLM's counts of the tokens that each sequence has had.
+        + (3 + (kind == "GPU")) * 4 * num_sequences(config) * sizes.vocabulary,
         "libraries": OVERHEAD[kind]["engine"],
     }
     if kind == "CPU":

@@ -47,6 +47,8 @@ def test_engine_and_trainer_share_a_card_and_the_cache_has_what_is_left() -> Non
     engine, trainer = (demand.parts for demand in gpu.demands)
     assert trainer["weights"] == 4 * PARAMETERS and trainer["gradients and moments"] == 12 * PARAMETERS
     assert engine["weights"] == 2 * PARAMETERS
+    counts = 512 * QWEN["vocab_size"] * 4  # of tokens that each sequence has had, which vLLM's newer runner keeps
+    assert engine["activations"] > 4 * counts
     token = 2 * 24 * 128 * 2  # keys and values, layers, width of two heads, bytes
     assert engine["keys and values"] == 512 * 1024 * token  # so many at a time, each of at most 1,024 tokens
     assert gpu.needed < gpu.free and machine.needed < 2 * GIB
@@ -100,7 +102,7 @@ def test_an_engine_beside_another_program_takes_what_is_free() -> None:
 @pytest.mark.parametrize(
     ("overrides", "here", "words"),
     [
-        ({}, _cards(16), ["of GPU 0, which has 17.2 GB: engine", "fits: train.tokens_per_microbatch = 2048"]),
+        ({}, _cards(16), ["of GPU 0, which has 17.2 GB: engine", "fits: train.tokens_per_microbatch = 1024"]),
         ({}, _cards(24, free=12), ["which has 25.8 GB, 12.9 GB of which others hold"]),
         ({"engine.vllm.gpu_memory_utilization": 0.9}, _cards(24), ["engine.vllm.gpu_memory_utilization left out"]),
         ({}, _cards(9), ["these together fit: train.tokens_per_microbatch = 1024, train.activation_checkpointing"]),
