@@ -10,7 +10,7 @@ In: nothing; a Qwen3 of random weights, made on the spot. Out: a table, the bars
 Each mode is `millrace train` as a user starts it, in a state folder of its own, but for what is compiled. Samples per
 second are from the end of the second step to the end of the last. A reward of a coin's toss gives every group a signal;
 replies of random weights end at the limit. Memory is what the driver says of each process, looked at all the time: of
-the engine when the trainer has most, and the other way round; nothing where it names no process, as in containers. FLOPs
+the engine when the trainer has most, and the other way round; nothing if it names no process, as in containers. FLOPs
 are those of `gpu_train_step.py` without attention: 8 · parameters · trained tokens, over the seconds of training steps.
 A mode that fails, or takes more than `--seconds`, is reported, and the next one runs; the JSON is written after each.
 Logs are kept if there is a `--folder`.
@@ -209,7 +209,7 @@ def when_the_other_has_most(samples: Sequence[Mapping[str, int]]) -> dict[str, i
 def run_mode(
     work: Work, mode: str, model: Path, scratch: Path, *, seconds: float
 ) -> tuple[list[tuple[float, dict[str, float]]], list[float], dict[str, int]]:
-    """Train; returns when each step was committed, its metrics, the pauses of publications, what was held; or raises."""
+    """Train; returns when each step was committed, its metrics, pauses of publications, what was held; or raises."""
     from storage.log.entries import Alias, Step
     from storage.log.runs import open_run
     from storage.objects.opening import open_store
