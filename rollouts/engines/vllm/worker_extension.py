@@ -59,6 +59,7 @@ def results(replies: list[tuple[Any, str]]) -> list[Any]:
 class ReloadExtension:
     """Methods callable by `collective_rpc`; `self` is a vLLM worker."""
 
+    vllm_config: Any
     model_runner: Any
     device: Any
     rank: int
@@ -171,6 +172,7 @@ class ReloadExtension:
         but a tied `lm_head` is not among them, so its old copy would stay in use. Experts are packed only where their
         kernel is made: so it is made again.
         """
+        from vllm.config import set_current_vllm_config
         from vllm.platforms import current_platform
 
         from rollouts.engines.vllm.repairs import CopiesAreLoads, rotate_by_heads, round_biases
@@ -198,10 +200,12 @@ class ReloadExtension:
 
         model.load_weights = load_and_check
         try:
-            with CopiesAreLoads(model):
+            # Kernels of experts and of latent attention ask for the configuration, which vLLM's worker sets around it.
+            with set_current_vllm_config(self.vllm_config), CopiesAreLoads(model):
                 self.model_runner.reload_weights(**source)
         except BaseException:
-            self._end_reload(model)
+            with set_current_vllm_config(self.vllm_config):
+                self._end_reload(model)
             raise
         finally:
             del model.load_weights  # back to the method of its class
