@@ -2,16 +2,18 @@
 
 In: nothing; a Qwen3 of random weights, made on the spot. Out: a table, the bars it is held to, and JSON.
 
-    python benchmarks/gpu_loop.py [--mode split-0] [--mode phases-0] [--mode split-1] [--mode trl] [--shape 0.6B]
+    python benchmarks/gpu_loop.py [--mode phases-0] [--mode split-0] [--mode split-1] [--mode trl] [--shape 0.6B]
         [--rounds 6] [--prompts 64] [--attempts 8] [--max-tokens 512] [--cold-starts 20] [--peak-tflops 989]
-        [--json FILE]
+        [--seconds 900] [--json FILE] [--folder FOLDER]
     python benchmarks/gpu_loop.py --device cpu --shape tiny --rounds 4 --prompts 4 --attempts 2 --max-tokens 16
 
-Each mode is `millrace train` as a user starts it, in a state folder of its own. Samples per second are from the end of
-the second step to the end of the last. A reward of a coin's toss gives every group a signal; replies of random weights
-end at the limit. Memory is what the driver says of each process, looked at all the time: of the engine when the
-trainer has most, of the trainer when the engine has most. FLOPs are those of `gpu_train_step.py` without attention:
-8 · parameters · trained tokens, over the seconds of training steps.
+Each mode is `millrace train` as a user starts it, in a state folder of its own, but for what is compiled. Samples per
+second are from the end of the second step to the end of the last. A reward of a coin's toss gives every group a signal;
+replies of random weights end at the limit. Memory is what the driver says of each process, looked at all the time: of
+the engine when the trainer has most, and the other way round; nothing if it names no process, as in containers. FLOPs
+are those of `gpu_train_step.py` without attention: 8 · parameters · trained tokens, over the seconds of training steps.
+A mode that fails, or takes more than `--seconds`, is reported, and the next one runs; the JSON is written after each.
+Logs are kept if there is a `--folder`.
 
 On CPUs there is nothing to share: `phases-0` is left out, and bars are not looked at. **Not yet run on a GPU.**
 """
@@ -19,9 +21,12 @@ On CPUs there is nothing to share: `phases-0` is left out, and bars are not look
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -29,7 +34,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,12 +57,14 @@ SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
 }
 MODES: dict[str, dict[str, Any]] = {
-    "split-0": {"max_staleness": 0, "engine.share": "split"},
     "phases-0": {"max_staleness": 0, "engine.share": "phases"},
+    "split-0": {"max_staleness": 0, "engine.share": "split"},
     "split-1": {"max_staleness": 1, "engine.share": "split"},
 }
 CHANGES = ("sleep", "take_device", "leave_device", "wake")
 """Changes of turn on the GPU; each is a metric `<change>_seconds` of a step."""
+CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
+"""What is compiled is compiled once for all modes."""
 
 
 class Coin(Workflow):
@@ -165,8 +172,9 @@ class Held:
         query = ["nvidia-smi", "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
         while not self._over.wait(0.2):
             listed = subprocess.run(query, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
-            names: dict[int, str] = {}
-            for line in listed.splitlines():
+            lines = [line for line in listed.splitlines() if re.fullmatch(r"\d+, *\d+", line.strip())]
+            listed, names = "\n".join(lines), {}
+            for line in lines:
                 pid = int(line.split(",")[0])
                 try:
                     names[pid] = " ".join(psutil.Process(pid).cmdline()) or psutil.Process(pid).name()
@@ -186,8 +194,8 @@ def by_side(listed: str, names: Mapping[int, str]) -> dict[str, int]:
 
 
 def when_the_other_has_most(samples: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Bytes at most of each side, and of each when the other has most. Empty without samples."""
-    if not samples:
+    """Bytes at most of each side, and of each when the other has most. Empty if one was never seen."""
+    if not all(any(each[side] for each in samples) for side in ("trainer", "engine")):
         return {}
     at_training, at_generating = (max(samples, key=lambda each: each[side]) for side in ("trainer", "engine"))
     return {
@@ -199,9 +207,9 @@ def when_the_other_has_most(samples: Sequence[Mapping[str, int]]) -> dict[str, i
 
 
 def run_mode(
-    work: Work, mode: str, model: Path, scratch: Path
+    work: Work, mode: str, model: Path, scratch: Path, *, seconds: float
 ) -> tuple[list[tuple[float, dict[str, float]]], list[float], dict[str, int]]:
-    """Train; returns when each step was committed with its metrics, the pauses of publications, and what was held."""
+    """Train; returns when each step was committed, its metrics, pauses of publications, what was held; or raises."""
     from storage.log.entries import Alias, Step
     from storage.log.runs import open_run
     from storage.objects.opening import open_store
@@ -210,13 +218,22 @@ def run_mode(
     arguments = [f"{key}={json.dumps(value)}" for key, value in work.run_file(mode, model).items() if key != "workflow"]
     run_file = scratch / "run.toml"
     run_file.write_text('workflow = "benchmarks.gpu_loop:Coin"\n')
-    held = Held() if work.on_gpu else None
-    environment = {**os.environ, "MILLRACE_HOME": str(scratch / "home"), "PYTHONPATH": str(ROOT)}
+    caches = {name: str(scratch.parent / "caches" / folder) for name, folder in CACHES.items()}
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # where packages were brought along, they are there
+    environment = {**caches, **os.environ, "MILLRACE_HOME": str(scratch / "home"), "PYTHONPATH": path}
     command = [sys.executable, "-m", "millrace", "train", str(run_file), *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    memory = held.stop() if held is not None else {}
-    if done.returncode:
-        raise RuntimeError(f"{mode} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    held, said = Held() if work.on_gpu else None, scratch / "said.log"
+    try:
+        with open(said, "w") as output:
+            code: object = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output, timeout=seconds
+            ).returncode
+    except subprocess.TimeoutExpired:
+        code = f"nothing after {seconds:g} s"
+    finally:
+        memory = held.stop() if held is not None else {}
+    if code:
+        raise RuntimeError(f"{mode} ended with {code}:\n{said.read_text()[-4000:]}")
     log = open_run(open_store((scratch / "home" / "store").as_uri()), "loop")
     steps = [(entry.written_at, entry.body.metrics) for entry in log.entries if isinstance(entry.body, Step)]
     published = [entry.body for entry in log.entries if isinstance(entry.body, Alias) and entry.body.version]
@@ -253,6 +270,8 @@ def summarise(
         "turns_share_of_round": turns * len(steady) / seconds,
         "engine_gap_first": steps[0][1].get("engine_gap", 0.0),
         "engine_gap": median("engine_gap"),
+        "trainer_gpu_bytes": max(metrics.get("trainer_gpu_bytes", 0.0) for _, metrics in steps),
+        "gpu_bytes_as_training_begins": median("system/gpu_0_memory_usage_megabytes") * 1e6,
     }
     return {**numbers, **{f"{change}_seconds": median(f"{change}_seconds") for change in CHANGES}, **memory}
 
@@ -265,8 +284,9 @@ def bars(results: Mapping[str, Mapping[str, float]], *, cold_starts: tuple[int, 
         made["cold starts, of " + str(tried)] = (started, started == tried)
     phases, split, ahead = (results.get(mode) for mode in ("phases-0", "split-0", "split-1"))
     if phases:
-        held = phases.get("engine_bytes_while_training", 0) / GIB
-        made["GiB of a sleeping engine, at most 1"] = (held, held <= 1)
+        if "engine_bytes_while_training" in phases:
+            held = phases["engine_bytes_while_training"] / GIB
+            made["GiB of a sleeping engine, at most 1"] = (held, held <= 1)
         made["seconds of a publication, at most 1"] = (phases["publish_seconds"], phases["publish_seconds"] <= 1)
         made["share of turns in a round, at most 0.05"] = (
             phases["turns_share_of_round"],
@@ -283,49 +303,6 @@ def bars(results: Mapping[str, Mapping[str, float]], *, cold_starts: tuple[int, 
     return made
 
 
-def run_trl(work: Work, model: Path, scratch: Path) -> dict[str, float]:
-    """The same work by TRL's `GRPOTrainer` with vLLM in its process, asleep while it trains."""
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.time())
-
-    samples = work.prompts * work.attempts
-    arguments = GRPOConfig(
-        output_dir=str(scratch),
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_enable_sleep_mode=True,
-        vllm_gpu_memory_utilization=0.6,
-        max_completion_length=work.max_tokens,
-        num_generations=work.attempts,
-        per_device_train_batch_size=32,
-        gradient_accumulation_steps=samples // 32,
-        max_steps=work.rounds,
-        learning_rate=1e-6,
-        beta=0.0,
-        bf16=True,
-        report_to="none",
-        save_strategy="no",
-    )
-    rows = [{"prompt": [{"role": "user", "content": task.prompt}]} for task in Coin().tasks("train")]
-    trainer = GRPOTrainer(
-        model=str(model),
-        reward_funcs=lambda completions, **_: [toss(completion[0]["content"]) for completion in completions],
-        train_dataset=Dataset.from_list(rows),
-        callbacks=[Clock()],
-        args=arguments,
-    )
-    trainer.train()
-    seconds = ends[-1] - ends[SKIPPED - 1]
-    return {"samples_per_second": (len(ends) - SKIPPED) * samples / seconds}
-
-
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. Refuses what cannot be measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -336,9 +313,11 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--attempts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=512)
-    parser.add_argument("--cold-starts", type=int, default=0, help="runs of one round by turns, before all else")
+    parser.add_argument("--cold-starts", type=int, default=0, help="short runs of one round by turns, after all else")
+    parser.add_argument("--seconds", type=float, default=900.0, help="limit of each mode")
     parser.add_argument("--peak-tflops", type=float, default=989.0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, help="a new one, in which model, stores and logs are kept")
     options = parser.parse_args(arguments)
     if options.rounds <= SKIPPED:
         parser.error(f"--rounds {options.rounds}: the first {SKIPPED} are not counted; take more")
@@ -347,37 +326,74 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+class Report:
+    """What has been measured so far, on the screen and in a file."""
+
+    def __init__(self, options: argparse.Namespace, work: Work) -> None:
+        self.results: dict[str, dict[str, float]] = {}
+        self.failures: dict[str, str] = {}
+        self.cold_starts = (0, 0)
+        self._options, self._work = options, work
+
+    def measure(self, name: str, action: Callable[[], Mapping[str, float]]) -> bool:
+        """Do it, and say what came of it; False if it failed."""
+        try:
+            self.results[name] = dict(action())
+            print(name, json.dumps(self.results[name], indent=1), flush=True)
+        except Exception as error:  # noqa: BLE001 - a GPU is lent by the minute: what comes next is measured anyway
+            self.failures[name] = f"{type(error).__name__}: {error}"
+            print(f"FAILED {name}: {self.failures[name]}", file=sys.stderr, flush=True)
+        self.write()
+        return name in self.results
+
+    def bars(self) -> dict[str, tuple[float, bool]]:
+        return bars(self.results, cold_starts=self.cold_starts) if self._work.on_gpu else {}
+
+    def write(self) -> None:
+        """Everything, to the file that was named."""
+        if self._options.json:
+            about = {"work": vars(self._work), "machine": platform.platform(), "modes": self.results}
+            report = {**about, "failures": self.failures, "bars": self.bars()}
+            self._options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> None:
     """Measure and print."""
     options = parsed()
-    on_gpu = options.device == "cuda"
     names = ("shape", "rounds", "prompts", "attempts", "max_tokens")
-    work = Work(**{name: getattr(options, name) for name in names}, on_gpu=on_gpu)
-    results: dict[str, dict[str, float]] = {}
-    started = 0
-    with tempfile.TemporaryDirectory(prefix="millrace-loop-") as folder:
-        scratch = Path(folder)
-        parameters = make_model(work.shape, scratch / "model")
-        for start in range(options.cold_starts if on_gpu else 0):
-            one = Work(**{**vars(work), "rounds": 1})
-            try:
-                run_mode(one, "phases-0", scratch / "model", scratch / f"cold-{start}")
-                started += 1
-            except RuntimeError as error:
-                print(error, file=sys.stderr)
-        for mode in sorted(options.mode or work.modes, key=lambda mode: mode == "trl"):  # it keeps the GPU's memory
+    work = Work(**{name: getattr(options, name) for name in names}, on_gpu=options.device == "cuda")
+    report = Report(options, work)
+    with contextlib.ExitStack() as stack:
+        scratch = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-loop-")))
+        scratch.mkdir(parents=True, exist_ok=True)
+        model = scratch / "model"
+        sizes: dict[str, Any] = {"parameters": make_model(work.shape, model), "peak": options.peak_tflops * 1e12}
+
+        def measured(mode: str) -> Mapping[str, float]:
             if mode == "trl":
-                results[mode] = run_trl(work, scratch / "model", scratch / "trl")
-                continue
-            ran = run_mode(work, mode, scratch / "model", scratch / mode)
-            results[mode] = summarise(*ran, work, parameters=parameters, peak=options.peak_tflops * 1e12)
-            print(mode, json.dumps(results[mode], indent=1), flush=True)
-    made = bars(results, cold_starts=(started, options.cold_starts)) if on_gpu else {}
-    for name, (number, holds) in made.items():
-        print(f"{'holds' if holds else 'MISSED':6}  {number:10.3f}  {name}")
-    if options.json:
-        report = {"work": vars(work), "parameters": parameters, "machine": platform.platform(), "modes": results}
-        options.json.write_text(json.dumps({**report, "bars": made}, indent=1) + "\n")
+                from benchmarks.workloads.gpu_trl import run_trl
+
+                sizes_of_work = {name: getattr(work, name) for name in ("rounds", "prompts", "attempts", "max_tokens")}
+                asked = [task.prompt for task in Coin().tasks("train")]
+                return run_trl(asked, toss, model, scratch / "trl", skipped=SKIPPED, **sizes_of_work)
+            return summarise(*run_mode(work, mode, model, scratch / mode, seconds=options.seconds), work, **sizes)
+
+        for mode in sorted(options.mode or work.modes, key=lambda mode: mode == "trl"):  # it keeps the GPU's memory
+            report.measure(mode, functools.partial(measured, mode))
+        short = Work(**{**vars(work), "rounds": 1, "prompts": 4, "attempts": 2, "max_tokens": 16})
+        for number in range(options.cold_starts if work.on_gpu else 0):
+            name = f"cold-{number}"
+
+            def start(name: str = name) -> Mapping[str, float]:
+                started = time.time()
+                run_mode(short, "phases-0", model, scratch / name, seconds=options.seconds)
+                return {"seconds": time.time() - started}
+
+            report.cold_starts = (report.cold_starts[0] + report.measure(name, start), number + 1)
+    for name, (measure, holds) in report.bars().items():
+        print(f"{'holds' if holds else 'MISSED':6}  {measure:10.3f}  {name}")
+    report.write()
+    sys.exit(bool(report.failures))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,10 @@ _HTTP2_SETTINGS = b"\x04"
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0\0\0\0\0"
 """How a client begins (RFC 9113, 3.4); a server answers with a frame of its settings, whose type is its fourth byte."""
 _LOOKS_PER_WARNING = 12
+_LISTED_GPUS = Path("/proc/driver/nvidia/gpus")
+_ELSEWHERE = "/usr/bin:/usr/local/nvidia/bin:/usr/lib/wsl/lib"
+"""Where containers and WSL have `nvidia-smi`, not always on PATH."""
+_SECONDS_TO_LIST = 30.0
 
 
 def num_slots() -> int:
@@ -49,17 +53,39 @@ class GpuMemory:
 
 
 def gpu_memory() -> list[GpuMemory]:
-    """The GPUs that this process may use, in their order; none where `nvidia-smi` is not there or does not answer."""
-    if not shutil.which("nvidia-smi"):
+    """The GPUs that this process may use, in their order; none where `nvidia-smi` is not there or does not answer, or
+    says of none how much memory it has."""
+    program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=_ELSEWHERE)
+    if program is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    listed = subprocess.run(query, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    rows = [line.split(", ") for line in listed.stdout.splitlines()] if not listed.returncode else []
+    query = [program, "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(
+            query, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_SECONDS_TO_LIST, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.debug("the GPUs of this machine cannot be asked: %s", error)
+        return []
+    rows = [line.split(", ") for line in listed.stdout.splitlines()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         by_name = {name: row for row in rows for name in row[:2]}
         rows = [by_name[name] for name in visible.replace(" ", "").split(",") if name in by_name]
-    return [GpuMemory(name=row[0], total=int(row[2]) * 2**20, free=int(row[3]) * 2**20) for row in rows]
+    return [
+        GpuMemory(name=name, total=int(total) * 2**20, free=int(free) * 2**20)
+        for name, _, total, free in rows
+        if total.isdigit() and free.isdigit()  # a GPU that shares the CPU's memory says [N/A]
+    ]
+
+
+def num_gpus() -> int:
+    """GPUs of this machine that this process may use. Where the kernel lists none, as in some sandboxes, those that
+    `nvidia-smi` does."""
+    listed = len(list(_LISTED_GPUS.glob("*")))
+    if not listed:
+        return len(gpu_memory())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return listed if visible is None else len([v for v in visible.split(",") if v.strip() not in ("", "-1")])
 
 
 def has_cores_for(num_processes: int) -> bool:
@@ -71,10 +97,7 @@ def nodes_to_use() -> list[dict[str, float]]:
     """Resources of each node of the cluster at `RAY_ADDRESS`, or without it of this machine, which Ray is not asked
     for. Raises `InvalidInput` if the cluster does not answer."""
     if not (address := os.environ.get("RAY_ADDRESS")):
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-        if gpus and visible is not None:
-            gpus = len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+        gpus = num_gpus()
         return [{"CPU": float(num_slots()), **({"GPU": float(gpus)} if gpus else {})}]
     check_cluster_answers(address)
     import ray

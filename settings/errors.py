@@ -227,6 +227,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def all_of(count: int, noun: str) -> str:
+    """`all 2,000 attempts`, `the only attempt`."""
+    return f"the only {noun}" if count == 1 else f"all {counted(count, noun)}"
+
+
 def size(num_bytes: float) -> str:
     """Bytes for people: `1.2 GB`, in powers of 1000 as disks are sold."""
     value = float(num_bytes)

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from infra.cluster import Cluster
 from infra.environment import code_version, prepare_environment
-from infra.placement import check_shares, gpu_memory
+from infra.placement import check_shares, num_gpus
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
 from rollouts.production.prompts import task_set
@@ -260,7 +260,7 @@ async def _session(
     num_ranks = config.train.num_ranks if trains and config.train.device != "cpu" else 0
     gpus_per_engine = config.engine.num_gpus if num_engines else 1
     shares = max(1, num_engines * gpus_per_engine + num_ranks)
-    config = with_share(config, len(gpu_memory()), trains=trains)
+    config = with_share(config, num_gpus(), trains=trains)
     config = with_engine_share(config, about_model(config), trains=trains)
     places = {"log_folder": home() / "logs" / log.run_id, "home": home()}
     cluster = Cluster(**places, num_workers=shares, gpus_per_engine=gpus_per_engine)

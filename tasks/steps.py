@@ -97,7 +97,7 @@ class _Streamed:
     def __init__(self, session: RunSession, config: RunConfig) -> None:
         self.parts: list[list[ClaimedGroup]] = []
         self._session, self._config = session, config
-        self._is_on = streams(config)
+        self._is_on = streams(config) and not session.device.in_phases  # the engine has the GPU's memory until then
         self._task: asyncio.Task[bool] | None = None
 
     def look(self, state: RunState) -> None:

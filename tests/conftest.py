@@ -46,6 +46,31 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads must not spin beside other tests
 
 
+def _is_for_a_gpu(config: pytest.Config) -> bool:
+    """True for `pytest -m gpu`. A card is lent by the minute, and its machine may have few of the tests' packages."""
+    return str(config.option.markexpr) == "gpu"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """No two tests share the memory of a GPU."""
+    if _is_for_a_gpu(config):
+        config.option.numprocesses = 0
+        config.option.verbose += 1  # a line for each, as it ends
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without a test for a GPU are not imported for one."""
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return True if is_test and _is_for_a_gpu(config) and "mark.gpu" not in collection_path.read_text() else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The seconds of kernels and trainers before the minutes of engines."""
+    if _is_for_a_gpu(config):
+        items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run an `async def test_…` in an event loop of its own, for at most two minutes."""

@@ -32,7 +32,14 @@ from trainers.data.staleness import staleness_metrics
 from trainers.gap_probes import GapProbes, KeptPolicy
 from trainers.health import FiniteCheck, GapMeter, NonFinite
 from trainers.model.batches import Pack, Spread, attention_length, packs_of
-from trainers.model.distributed import choose_device, move, shard, start_process_group, sum_over_ranks
+from trainers.model.distributed import (
+    choose_device,
+    give_back_device_memory,
+    move,
+    shard,
+    start_process_group,
+    sum_over_ranks,
+)
 from trainers.model.experts import ROUTER_TERMS
 from trainers.model.kinds import refuse_team
 from trainers.model.lora import without_adapters
@@ -201,11 +208,16 @@ class Trainer:
 
     def move(self, device: torch.device) -> None:
         """Move what is kept between steps; with `offload_optimizer` the host has it in any case."""
-        modules = [self.model, self._reference, None if self.critic is None else self.critic.model]
-        held = [] if self._settings.offload_optimizer else [module for module in modules if module is not None]
+        wholes = [self.model, self._reference, None if self.critic is None else self.critic.model]
+        modules = [module for module in wholes if module is not None]
+        held = [] if self._settings.offload_optimizer else modules
         move(held, [optimizer for optimizer, _ in self._optimizers] if held else [], device)
         if self.ema is not None and held:
             self.ema.move(device)
+        if device.type == "cpu":
+            for policy in (part for module in modules for part in module.modules() if isinstance(part, PolicyModel)):
+                policy.routers.seen = []
+            give_back_device_memory()
 
     def free_gradients(self) -> None:
         """Give back the memory of the last update's gradients: the next one makes its own."""

@@ -32,7 +32,7 @@ from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE
 from storage.objects.opening import open_store
 from storage.objects.staging import staging_folder
 from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyWriter
-from trainers.model.distributed import agreed, on_every_rank, on_first_rank, rank
+from trainers.model.distributed import agreed, on_every_rank, on_first_rank, peak_device_bytes, rank
 from trainers.refusals import RefusedShards
 from trainers.run_trainer import RunTrainer
 from trainers.timing import time_budget
@@ -199,7 +199,9 @@ class TrainerWorker:
         except Exception as error:
             self._broken_off = failure_text(error)
             raise
-        cost = {} if samples is None else {"engine_gap_seconds": self._trainer.trainer.probes.seconds}
+        cost = peak_device_bytes(self._trainer.trainer.device)
+        if samples is not None:
+            cost["engine_gap_seconds"] = self._trainer.trainer.probes.seconds
         return {**metrics, **cost, **begun}, load_seconds
 
     def _commit(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from settings.errors import counted, ranges
+from settings.errors import all_of, counted, ranges
 
 if TYPE_CHECKING:
     from storage.log.entries import Evaluation
@@ -71,7 +71,7 @@ def held_out(evaluation: Evaluation) -> tuple[str, str]:
     """
     counts = ", ".join(f"{status} {count}" for status, count in evaluation.failures.items())
     if evaluation.failed:
-        return "evaluation failed:", f"all {evaluation.num_failed} attempts did ({counts})"
+        return "evaluation failed:", f"{all_of(evaluation.num_failed, 'attempt')} did ({counts})"
     several = evaluation.n_samples > 1
     error = "" if evaluation.standard_error is None else f" ± {evaluation.standard_error:.3f}"
     score = f"held-out {f'avg@{evaluation.n_samples} ' if several else ''}{evaluation.score:.3f}{error}"

@@ -23,6 +23,8 @@ const dim = (...children) => h("p", { class: "dim" }, ...children);
 const none = sentence => h("p", { class: "none" }, sentence);
 const note = sentence => h("p", { class: "note" }, visible(sentence));
 const code = text => h("code", {}, text);
+/** The name of a setting, which breaks at its dots and underscores if there is no room. */
+const settingName = name => h("code", { class: "name" }, ...name.split(/(?<=[._])/).flatMap(part => [part, h("wbr")]));
 const option = (value, label = value) => h("option", { value }, label);
 
 /* Control characters as their pictures (␀), so that they are seen and cannot disturb the page. */

@@ -177,7 +177,7 @@ async function showRun(run) {
 const asOf = found => (inlined ? null : dim(`As of step ${count(found.as_of_step)}; `, h("button", { type: "button", class: "link", onclick: () => { shown = null; route(); } }, "read again"), "."));
 
 function settingsOf({ settings, sessions, num_sessions: all }) {
-  return [h("details", { class: "card" }, h("summary", {}, `${counted(settings.length, "setting")}, frozen when the run began`), table([], settings.map(([key, value]) => [code(key), code(visible(value))]), { style: "settings" })),
+  return [h("details", { class: "card" }, h("summary", {}, `${counted(settings.length, "setting")}, frozen when the run began`), table([], settings.map(([name, value]) => [settingName(name), code(visible(value))]), { style: "settings" })),
     h("details", { class: "card" }, h("summary", {}, counted(all, "session") + (all > sessions.length ? `, the last ${sessions.length} shown` : "")),
       table(["session", "code", "digest of the reward"], sessions.map(one => [code(one.id), code(visible(one.code_version)), code(one.reward_sha256.slice(0, 12) || "–")]), { style: "settings" }))];
 }
@@ -250,12 +250,12 @@ async function showComparison(names) {
     return Object.assign(run, { overview, scores: overview.scores, settings: Object.fromEntries(settings.settings) });
   }));
   title("Millrace", "Comparison", h("p", { class: "legend" }, runs.map(run => h("span", {}, h("i", { style: { background: run.swatch } }), h("a", { href: to({ run: run.name }) }, visible(run.name))))));
-  const keys = [...new Set(runs.flatMap(run => Object.keys(run.settings)))].filter(key => key !== "run" && new Set(runs.map(run => run.settings[key])).size > 1);
+  const keys = [...new Set(runs.flatMap(run => Object.keys(run.settings)))].filter(name => name !== "run" && new Set(runs.map(run => run.settings[name])).size > 1);
   const results = ["steps", "held-out score", "trajectories", "trained tokens", "worked"];
   const facts = [run => count(run.overview.step), run => scoresOf(run.overview), run => count(run.overview.trajectories), run => amount(run.overview.trained_tokens), run => duration(run.overview.worked_seconds)];
   const heads = runs.map(run => [h("i", { class: "swatch", style: { background: run.swatch } }), visible(run.name)]);
   show([
-    section("settings", "What differs", async () => h("div", { class: "card scroll" }, table(["", ...heads], [...results.map((name, i) => [name, ...runs.map(facts[i])]), ...keys.map(key => [code(key), ...runs.map(run => code(visible(run.settings[key] ?? "–")))])], { style: "compared" }),
+    section("settings", "What differs", async () => h("div", { class: "card scroll" }, table(["", ...heads], [...results.map((name, i) => [name, ...runs.map(facts[i])]), ...keys.map(name => [settingName(name), ...runs.map(run => code(visible(run.settings[name] ?? "–")))])], { style: "compared" }),
       keys.length ? null : none("Their settings are the same."))),
     section("progress", "Progress", async () => progressPicture(runs)),
     section("curves", "Curves", async box => { curvesOf(runs, descriptions, box); }),

@@ -21,7 +21,7 @@ import httpx
 import psutil
 
 from infra.environment import local_tracking_uri, make_home
-from infra.placement import gpu_memory
+from infra.placement import num_gpus
 from infra.ports import free_port
 from infra.services.prefect_database import prepare_prefect_database
 from infra.user_code import PRODUCT
@@ -109,7 +109,7 @@ def start_services(home: Path, *, announce: Callable[[str], None]) -> dict[str, 
             announce("deploying prefect.yaml and starting a worker")
             _run(["-m", "prefect", "work-pool", "create", POOL, "--type", "process", "--overwrite"], logs, api)
             _run(["-m", "prefect", "--no-prompt", "deploy", "--all"], logs, api)
-            limit = {GPU_RUNS: os.environ.get(GPU_RUNS, "1")} if gpu_memory() else {}
+            limit = {GPU_RUNS: os.environ.get(GPU_RUNS, "1")} if num_gpus() else {}
             _run(["-m", "tasks.prefect.flow_runs"], logs, {**api, **limit})
             _end(services["prefect"])
             services["prefect"] = _start_prefect(services["prefect"].port, logs, evaluates_triggers=True)

@@ -24,6 +24,10 @@ _NOT_ON_CPUS = {
     **dict.fromkeys(["fp8_per_block", "mxfp8"], _KERNEL),
     **dict.fromkeys(["int8_per_channel_weight_only", "experts_int8"], "it quantises no layer but experts"),
 }
+MOST_SEQUENCES, BATCHED_TOKENS = 512, 8192
+"""What an engine on a GPU computes at a time, of sequences at most and of tokens, where vLLM would take 128 and 2,048:
+of an engine that is not behind its own server or in a script it knows nothing. It captures graphs for up to 512."""
+ADAPTERS_OF_16_BITS = "vLLM's kernels for adapters on GPUs take weights of 16 bits alone"
 _GAINS_BELOW, _PAYS_FROM = 100 * 10**6, 10**6
 """Bytes of weights, and tokens: one of 10 MB gained 4 ms per reply of 60 tokens, for 16 to 50 s of compiling; one of
 270 MB gained nothing, for 60 s."""
@@ -31,15 +35,28 @@ _GAINS_BELOW, _PAYS_FROM = 100 * 10**6, 10**6
 
 def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:
     """The run's settings with `engine.max_model_len` at most the model's positions, and for a model in float32 with
-    `engine.vllm.dtype` "float32" if it is not set: vLLM would round its weights, and each reload again otherwise. On
-    CPUs `engine.vllm.enforce_eager` is set, if it is not, unless compiling `pays_back`."""
+    `engine.vllm.dtype` "float32" if it is not set: vLLM would round its weights, and each reload again otherwise; but
+    "bfloat16" for adapters on GPUs (`ADAPTERS_OF_16_BITS`). Nor if they are not set: on GPUs how much is computed at a
+    time, as the memory plan has it; on CPUs `engine.vllm.enforce_eager`, unless compiling `pays_back`."""
     about = model_config(model)
     longest = min(config.engine.max_model_len, num_positions(about) or config.engine.max_model_len)
-    own: dict[str, Any] = {"dtype": "float32"} if stored_dtype(about) == "float32" else {}
-    if is_cpu_build() and not pays_back(config, sum(file.stat().st_size for file in model.glob("*.safetensors"))):
+    own: dict[str, Any] = {}
+    if stored_dtype(about) == "float32":
+        own["dtype"] = "float32" if config.train.lora is None or is_cpu_build() else "bfloat16"
+    if not is_cpu_build():
+        sequences, tokens = num_sequences(config), config.engine.vllm.get("max_num_batched_tokens") or BATCHED_TOKENS
+        own |= {"max_num_seqs": min(sequences, tokens), "max_num_batched_tokens": max(sequences, tokens)}
+    elif not pays_back(config, sum(file.stat().st_size for file in model.glob("*.safetensors"))):
         own["enforce_eager"] = True
     engine = config.engine.model_copy(update={"max_model_len": longest, "vllm": {**own, **config.engine.vllm}})
     return config.model_copy(update={"engine": engine})
+
+
+def num_sequences(config: RunConfig) -> int:
+    """How many sequences an engine on a GPU computes at a time."""
+    rollout, evaluation = config.rollout, config.evaluation
+    at_once = max(rollout.max_concurrent * config.n_samples, evaluation.max_concurrent * evaluation.n_samples)
+    return min(int(config.engine.vllm.get("max_num_seqs") or MOST_SEQUENCES), at_once)
 
 
 def pays_back(config: RunConfig, weights_bytes: int) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from settings.errors import all_of
 from storage.log.entries import Evaluation
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
@@ -66,7 +67,7 @@ def failure_of(evaluation: Evaluation) -> str:
         return ""
     counts = ", ".join(f"{status} {count}" for status, count in evaluation.failures.items())
     sentence = (
-        f"the evaluation of policy {evaluation.version} on split {evaluation.split!r} failed: all "
-        f"{evaluation.num_failed} attempts did ({counts}), so its score of 0 says nothing about the policy"
+        f"the evaluation of policy {evaluation.version} on split {evaluation.split!r} failed: "
+        f"{all_of(evaluation.num_failed, 'attempt')} did ({counts}), so its score of 0 says nothing about the policy"
     )
     return f"{sentence}; one error: {evaluation.last_error}" if evaluation.last_error else sentence

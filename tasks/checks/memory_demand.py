@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollouts.engines.vllm.core_start import cache_bytes
+from rollouts.production.engine_choice import BATCHED_TOKENS, num_sequences
 from settings.errors import size
 from settings.run_file import RunConfig
 from storage.policies.model_config import num_positions, number_bytes, token_bytes
@@ -28,8 +29,6 @@ ADAPTER_SHARE = 0.02
 """The rough share of parameters that are trained if only adapters are."""
 STATE = ("weights", "gradients and moments")
 """Parts of a rank that `train.offload_optimizer` moves."""
-MOST_SEQUENCES, _MOST_BATCHED = 256, 8192
-"""vLLM's usual `max_num_seqs` and `max_num_batched_tokens`."""
 OVERHEAD = {
     "GPU": {"trainer": 0.8 * 2**30, "engine": 1.5 * 2**30, "run": 0.0},
     "CPU": {"trainer": 0.4 * 2**30, "engine": 1.0 * 2**30, "run": 0.9 * 2**30},
@@ -154,12 +153,12 @@ def engine_part(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
     """One process of an engine; on a GPU its keys and values are filled in by the device."""
     vllm, parts = config.engine.vllm, config.engine.num_gpus
     width = sizes.engine_width
-    sequences = int(vllm.get("max_num_seqs", MOST_SEQUENCES))
-    batched = int(vllm.get("max_num_batched_tokens", _MOST_BATCHED if kind == "GPU" else sizes.longest))
+    batched = int(vllm.get("max_num_batched_tokens", BATCHED_TOKENS if kind == "GPU" else sizes.longest))
     held = {
         "weights": sizes.parameters * width / parts,
         "activations": batched * width * (4 * sizes.hidden + 3 * sizes.inner / parts)
-        + 3 * 4 * min(sequences, num_requests(config)) * sizes.vocabulary,
+        # Logits three times over, and vLLM's counts of the tokens that each sequence has had.
+        + (3 + (kind == "GPU")) * 4 * num_sequences(config) * sizes.vocabulary,
         "libraries": OVERHEAD[kind]["engine"],
     }
     if kind == "CPU":
@@ -172,7 +171,3 @@ def _kept_per_token(sizes: Sizes, width: int) -> float:
     """Bytes that one layer keeps of a token for the backward pass; at 16 bits its norms keep float32 copies too."""
     around = 8 if width == 2 else 6
     return width * (around * sizes.hidden + 4 * (sizes.query + sizes.key_value) + 4 * sizes.inner)
-
-
-def num_requests(config: RunConfig) -> int:
-    return config.rollout.max_concurrent * config.n_samples

@@ -23,17 +23,16 @@ import psutil
 from pydantic import ValidationError
 
 from infra.placement import GpuMemory, gpu_memory
+from rollouts.production.engine_choice import num_sequences
 from settings.errors import InvalidInput, size
 from settings.run_file import RunConfig
 from tasks.checks.gpu_share import share_of
 from tasks.checks.learning_rate import num_parameters
 from tasks.checks.memory_demand import (
-    MOST_SEQUENCES,
     OVERHEAD,
     Demand,
     Sizes,
     engine_part,
-    num_requests,
     offloaded_of_rank,
     sizes_of,
     trainer_rank,
@@ -220,8 +219,7 @@ def _device(
 
 def _cached_tokens(config: RunConfig, sizes: Sizes) -> tuple[int, int]:
     """Tokens that an engine's cache must hold at least, and the most that its requests can fill."""
-    sequences = int(config.engine.vllm.get("max_num_seqs", MOST_SEQUENCES))
-    most = min(sequences, num_requests(config))
+    most = num_sequences(config)
     return max(sizes.longest, min(_FEWEST_TOKENS, sizes.longest * most)), sizes.longest * most
 
 

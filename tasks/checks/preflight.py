@@ -24,7 +24,7 @@ from infra.placement import check_shares, gpus_of, nodes_to_use
 from rollouts.chat.tool_parsing import check_parser
 from rollouts.engines.vllm.core_start import is_cpu_build
 from rollouts.production.engine_arguments import check_engine_arguments
-from rollouts.production.engine_choice import check_cpu_engine
+from rollouts.production.engine_choice import ADAPTERS_OF_16_BITS, check_cpu_engine
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
 from rollouts.workflow import Workflow
@@ -253,8 +253,15 @@ def check_lengths(config: RunConfig) -> None:
 
 def check_adapters(config: RunConfig) -> None:
     """Raise `InvalidInput` for adapters in a model with experts if the installed vLLM is its CPU build, which computes
-    experts in another way as soon as it may hold adapters, and not on CPUs."""
-    if config.train.lora is None or config.engine.kind != "vllm" or not is_cpu_build():
+    experts in another way as soon as it may hold adapters, and not on CPUs; and for adapters in float32 on GPUs."""
+    if config.train.lora is None or config.engine.kind != "vllm":
+        return
+    if not is_cpu_build():
+        if (dtype := config.engine.vllm.get("dtype")) in ("float32", "float"):
+            raise InvalidInput(
+                f"train.lora with engine.vllm.dtype = {dtype!r}: {ADAPTERS_OF_16_BITS}; use 'bfloat16', or leave "
+                "train.lora out"
+            )
         return
     if any(about_model(config).get(name) for name in EXPERTS):
         raise InvalidInput(

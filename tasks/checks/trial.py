@@ -192,7 +192,7 @@ def play_tasks(
         raise InvalidInput(f"{what}, so nothing can be trained; `await chat.ask(…)` does. It is at {place_of(method)}")
     if outcomes and all(outcome.error is None and outcome.reward is None for outcome in outcomes):
         why = "None means not applicable, as NaN does: such attempts enter no mean and are not trained"
-        logger.warning("the reward of all %d attempts that were tried is None; %s", len(outcomes), why)
+        logger.warning("every attempt that was tried (%d) has the reward None; %s", len(outcomes), why)
     has_tools = any(outcome.has_tools for outcome in outcomes)
     tokens = check_template(config, several_turns=any(len(each.turns) > 1 for each in outcomes), with_tools=has_tools)
     if config.model and tokens is None:

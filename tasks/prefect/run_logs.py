@@ -17,6 +17,7 @@ from prefect.context import FlowRunContext
 from prefect.logging.handlers import APILogHandler
 
 from infra.environment import prepare_environment
+from settings.errors import all_of
 from settings.redaction import redact_error
 from storage.log.entries import Evaluation, Step
 from tasks.prefect.task_runs import CUT_OFF
@@ -132,7 +133,7 @@ class Progress:
 def log_evaluation(evaluation: Evaluation) -> None:
     """The line of an evaluation."""
     if evaluation.failed:
-        progress.error("policy %d: all %d attempts failed", evaluation.version, evaluation.num_failed)
+        progress.error("policy %d: %s failed", evaluation.version, all_of(evaluation.num_failed, "attempt"))
         return
     error = "" if evaluation.standard_error is None else f" ± {evaluation.standard_error:.3f}"
     score = f"policy {evaluation.version} scored {evaluation.score:.3f}{error} on {evaluation.split!r}"

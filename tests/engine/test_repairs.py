@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollouts.engines.vllm.repairs import CopiesAreLoads, rotate_by_heads
+from rollouts.engines.vllm.repairs import CopiesAreLoads, rotate_by_heads, round_biases
 
 pytest.importorskip("vllm")
 
@@ -61,3 +61,24 @@ def test_heads_with_an_axis_of_their_own_are_rotated_like_those_side_by_side(is_
     found = rotary(positions, query.clone(), key.clone())
     for its, other in zip(found, expected, strict=True):
         torch.testing.assert_close(its.flatten(1), other, atol=1e-5, rtol=0)
+
+
+def test_a_bias_that_a_kernel_wants_in_float32_is_reloaded_with_the_numbers_of_the_first_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    parallel = "vllm.model_executor.parameter.get_tensor_model_parallel"
+    monkeypatch.setattr(f"{parallel}_rank", lambda: 0)
+    monkeypatch.setattr(f"{parallel}_world_size", lambda: 1)
+    with set_current_vllm_config(VllmConfig()):
+        layer = ReplicatedLinear(8, 4, params_dtype=torch.bfloat16, disable_tp=True)
+    stored = torch.tensor([1.001, -2.003, 0.0, 3.1])
+    layer.bias.weight_loader(layer.bias, stored)
+    layer.bias.data = layer.bias.to(torch.float32)  # as vLLM does on a processor with AMX, once
+    first = layer.bias.clone()
+    layer.bias.weight_loader(layer.bias, stored)
+    assert not torch.equal(layer.bias, first), "vLLM rounds by itself: round_biases can go"
+    round_biases(torch.nn.Sequential(layer))
+    assert torch.equal(layer.bias, first) and layer.bias.dtype == torch.float32

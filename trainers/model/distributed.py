@@ -10,6 +10,7 @@ A collective waits for every rank: what one rank skips, because it failed or dec
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -138,8 +139,22 @@ def move(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimize
     for optimizer in optimizers:
         for state in optimizer.state.values():
             state |= {name: its.to(device) for name, its in state.items() if isinstance(its, torch.Tensor)}
-    if device.type == "cpu" and torch.cuda.is_available():
+
+
+def give_back_device_memory() -> None:
+    """Give the GPU's driver, and so other processes, what torch's allocator keeps of it for the next tensors."""
+    if torch.cuda.is_available():
+        gc.collect()  # an error's frames, and a compiled layer, refer to themselves, and may hold tensors
         torch.cuda.empty_cache()
+
+
+def peak_device_bytes(device: torch.device) -> dict[str, float]:
+    """A metric: what this rank's allocator has held of its GPU at most since this was last asked; none on a CPU."""
+    if device.type != "cuda":
+        return {}
+    peak = torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"trainer_gpu_bytes": float(peak)}
 
 
 def kept_on_host() -> saved_tensors_hooks:

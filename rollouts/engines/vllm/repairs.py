@@ -2,6 +2,7 @@
 
     weights that a model copies by itself, as gpt-oss its experts and sinks ─▶ reloaded in place like all others
     positions of queries with an axis of heads, on CPUs (LFM2, DeepSeek)    ─▶ rotated head by head
+    biases that a kernel wants in float32, on CPUs with AMX                 ─▶ rounded at a reload as at the start
 
 In: a worker's model. Out: the same, or a context in which its weights are reloaded.
 """
@@ -29,6 +30,17 @@ def rotate_by_heads(model: torch.nn.Module) -> None:
         method: Any = getattr(module, "_forward_method", None)
         if getattr(method, "__func__", None) is RotaryEmbedding.forward_cpu:
             vars(module)["_forward_method"] = functools.partial(rotate, module)
+
+
+def round_biases(model: torch.nn.Module) -> None:
+    """Round what a reload has put into biases that are held in a wider type than the layer's. At the start vLLM loads
+    them in the layer's type and widens them for a kernel; a reload writes into the wide ones."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    for module in model.modules():
+        bias: Any = getattr(module, "bias", None)
+        if isinstance(module, LinearBase) and bias is not None and bias.dtype != module.params_dtype:
+            bias.data.copy_(bias.data.to(module.params_dtype))
 
 
 class CopiesAreLoads(TorchFunctionMode):

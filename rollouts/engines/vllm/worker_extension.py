@@ -59,6 +59,7 @@ def results(replies: list[tuple[Any, str]]) -> list[Any]:
 class ReloadExtension:
     """Methods callable by `collective_rpc`; `self` is a vLLM worker."""
 
+    vllm_config: Any
     model_runner: Any
     device: Any
     rank: int
@@ -171,9 +172,10 @@ class ReloadExtension:
         but a tied `lm_head` is not among them, so its old copy would stay in use. Experts are packed only where their
         kernel is made: so it is made again.
         """
+        from vllm.config import set_current_vllm_config
         from vllm.platforms import current_platform
 
-        from rollouts.engines.vllm.repairs import CopiesAreLoads, rotate_by_heads
+        from rollouts.engines.vllm.repairs import CopiesAreLoads, rotate_by_heads, round_biases
 
         model = self.model_runner.get_model()
         rotate_by_heads(model)
@@ -198,10 +200,12 @@ class ReloadExtension:
 
         model.load_weights = load_and_check
         try:
-            with CopiesAreLoads(model):
+            # Kernels of experts and of latent attention ask for the configuration, which vLLM's worker sets around it.
+            with set_current_vllm_config(self.vllm_config), CopiesAreLoads(model):
                 self.model_runner.reload_weights(**source)
         except BaseException:
-            self._end_reload(model)
+            with set_current_vllm_config(self.vllm_config):
+                self._end_reload(model)
             raise
         finally:
             del model.load_weights  # back to the method of its class
@@ -209,6 +213,7 @@ class ReloadExtension:
         wrong = [f"{name} {incomplete[name]}" for name in incomplete if incomplete[name] != padded.get(name)]
         if wrong:
             raise InvalidInput(f"{what} lacks tensors; elements loaded of elements needed: {', '.join(wrong[:3])}")
+        round_biases(model)
         if current_platform.is_cpu():
             for module in model.modules():
                 if type(module).__name__ == "ParallelLMHead":

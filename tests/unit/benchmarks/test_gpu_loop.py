@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu_loop import GIB, MODES, Coin, Work, bars, by_side, parsed, summarise, toss, when_the_other_has_most
+from benchmarks import gpu_loop
+from benchmarks.gpu_loop import (
+    GIB,
+    MODES,
+    Coin,
+    Report,
+    Work,
+    bars,
+    by_side,
+    parsed,
+    run_mode,
+    summarise,
+    toss,
+    when_the_other_has_most,
+)
 from settings.run_file import load_run_file
 from tasks.checks.gpu_share import share_of
 
@@ -61,6 +76,7 @@ def test_memory_is_told_by_side_and_where_the_other_has_most() -> None:
         "trainer_bytes_while_generating": GIB,
     }
     assert when_the_other_has_most([]) == {}
+    assert when_the_other_has_most([{"engine": 0, "trainer": GIB}]) == {}, "nothing is known of an engine"
 
 
 def _steps(seconds: float, **metrics: float) -> list[tuple[float, dict[str, float]]]:
@@ -94,3 +110,37 @@ def test_bars_hold_or_are_missed() -> None:
     missed = {name for name, (_, holds) in bad.items() if not holds}
     assert len(missed) == 4, missed
     assert bars({"split-1": mode(1)}, cold_starts=(0, 0)) == {}
+    unseen = summarise(_steps(12), [0.5], {}, _work(), parameters=1, peak=1.0)
+    assert not any("sleeping engine" in name for name in bars({"phases-0": unseen}, cold_starts=(0, 0)))
+
+
+def test_a_mode_that_fails_hides_no_other_and_the_file_has_what_is_known_so_far(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "loop.json"
+    report = Report(parsed(["--json", str(file)]), _work())
+
+    def fails() -> dict[str, float]:
+        raise RuntimeError("phases-0 ended with 1")
+
+    good = summarise(_steps(20), [0.5], {}, _work(), parameters=1, peak=1.0)
+    assert not report.measure("phases-0", fails) and "phases-0 ended with 1" in capsys.readouterr().err
+    assert json.loads(file.read_text())["failures"] == {"phases-0": "RuntimeError: phases-0 ended with 1"}
+    assert report.measure("split-0", lambda: good)
+    assert json.loads(file.read_text())["modes"] == {"split-0": good}
+
+
+@pytest.mark.parametrize(("fault", "sentence"), [("exit", "ended with 3"), ("hang", "ended with nothing after 5 s")])
+def test_a_run_that_fails_or_hangs_says_what_it_has_said(
+    fault: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of packages that were brought along it has the path."""
+    command = tmp_path / "python"
+    end = "exit 3" if fault == "exit" else "exec tail -f /dev/null"
+    command.write_text(f"#!/bin/sh\necho $PYTHONPATH $VLLM_CACHE_ROOT\n{end}\n")
+    command.chmod(0o755)
+    monkeypatch.setattr(gpu_loop.sys, "executable", str(command))
+    monkeypatch.setenv("PYTHONPATH", "/brought/along")
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    with pytest.raises(RuntimeError, match=f"{sentence}:\n{gpu_loop.ROOT}:/brought/along {tmp_path}/caches/vllm"):
+        run_mode(_work(on_gpu=False), "split-0", tmp_path / "model", tmp_path / "split-0", seconds=5)

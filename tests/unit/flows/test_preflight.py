@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import pytest
 from cli.operate.doctor import check_sandbox
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
-from rollouts.production.engine_choice import fitted_to_model
+from rollouts.production.engine_choice import fitted_to_model, num_sequences
 from rollouts.production.worker import RolloutWorker
 from rollouts.sandbox import sandbox
 from rollouts.workflow import Score, Workflow
 from settings.errors import InvalidInput, UserError
+from settings.evaluation import EvaluationSettings
 from settings.run_file import RunConfig, load_run_file
 from storage.log.entries import Session, TaskSet
 from storage.log.runs import create_run
@@ -103,6 +105,25 @@ def test_an_engine_on_cpus_compiles_only_a_small_model_in_a_long_run(
     assert "enforce_eager" not in fitted_to_model(config, model).engine.vllm
 
 
+def test_an_engine_on_a_gpu_computes_as_much_at_a_time_as_the_memory_plan_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM, which knows servers and scripts alone, would compute 128 sequences at a time on any card."""
+    model = tiny_model(tmp_path / "model")
+
+    def limits(concurrent: int = 64, **vllm: int) -> tuple[int, int]:
+        config = a_config(n_samples=8, max_concurrent=concurrent, vllm=vllm)
+        config = config.model_copy(update={"evaluation": EvaluationSettings(max_concurrent=16)})
+        arguments = fitted_to_model(config, model).engine.vllm
+        assert arguments["max_num_seqs"] == num_sequences(config) or "max_num_batched_tokens" in vllm
+        return arguments["max_num_seqs"], arguments["max_num_batched_tokens"]
+
+    monkeypatch.setattr("rollouts.production.engine_choice.is_cpu_build", lambda: False)
+    assert limits() == (512, 8192) and limits(1000) == (512, 8192) and limits(4) == (32, 8192)
+    assert limits(max_num_seqs=40) == (40, 8192), "what is set stays"
+    assert limits(max_num_batched_tokens=64) == (64, 64), "vLLM refuses fewer tokens than sequences"
+
+
 def test_lengths_that_were_set_must_fit_the_model_and_others_are_cut_to_it(tmp_path: Path) -> None:
     def run(**blocks: Any) -> RunConfig:
         where = {"workflow": "examples.arithmetic:Arithmetic", "store": str(tmp_path)}
@@ -139,6 +160,28 @@ def test_adapters_beside_experts_are_refused_where_vllm_cannot_hold_them(
     config.write_text('{"num_experts": 4}')
     monkeypatch.setattr(preflight, "is_cpu_build", lambda: False)
     preflight.check_adapters(run)
+
+
+def test_adapters_in_float32_are_refused_where_vllm_s_kernels_have_16_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The assertion in vLLM's own source, which would otherwise be met when an engine has loaded its weights."""
+    kernel = Path(next(iter(find_spec("vllm").submodule_search_locations))) / "lora/ops/triton_ops/lora_shrink_op.py"  # type: ignore[union-attr, arg-type]
+    assert "assert inputs.dtype in [torch.float16, torch.bfloat16]\n" in kernel.read_text()
+    model = tiny_model(tmp_path / "model")
+    run = a_config(lora={"rank": 4}, model=str(model))
+    for is_cpu, dtype in ((True, "float32"), (False, "bfloat16")):
+        monkeypatch.setattr("rollouts.production.engine_choice.is_cpu_build", lambda is_cpu=is_cpu: is_cpu)
+        assert fitted_to_model(run, model).engine.vllm["dtype"] == dtype
+        assert fitted_to_model(a_config(), model).engine.vllm["dtype"] == "float32", "without adapters"
+        monkeypatch.setattr(preflight, "is_cpu_build", lambda is_cpu=is_cpu: is_cpu)
+        preflight.check_adapters(run)
+        chosen = a_config(lora={"rank": 4}, vllm={"dtype": "float32"})
+        if is_cpu:
+            preflight.check_adapters(chosen)
+            continue
+        with pytest.raises(InvalidInput, match="vllm.dtype = 'float32': .* 16 bits alone; use 'bfloat16'"):
+            preflight.check_adapters(chosen)
 
 
 class _Echo(Workflow):

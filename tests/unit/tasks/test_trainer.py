@@ -165,3 +165,23 @@ def test_the_trainer_begins_with_what_has_finished(
     session.fleet.workers = {}
     claim = asyncio.run(steps.next_batch(session, config=config))
     assert adding.begun == begun and claim.parts == parts and len(claim.trained) == 4
+
+
+def test_the_trainer_begins_with_nothing_while_an_engine_has_its_gpu(session: RunSession) -> None:
+    """Whether they take turns the session decides if the run file leaves it open."""
+    session.device.in_phases = True
+    config = a_config(batch_size=4, max_staleness=0, min_usable=1, stream=True)
+    adding = _Adding(session, calls=1, fails=frozenset())  # one group has finished
+    session.trainer._hosted, session.trainer.is_open = adding, True  # type: ignore[assignment]
+    session.fleet.workers = {}
+
+    async def wait() -> Claim:
+        waiting = asyncio.create_task(steps.next_batch(session, config=config))
+        for _ in range(50):  # it has had its first look
+            await asyncio.sleep(0)
+        adding._calls = 0
+        adding.arrive()
+        return await waiting
+
+    assert config.engine.share == "auto"
+    assert asyncio.run(wait()).parts == [] and adding.begun == []

@@ -20,6 +20,8 @@ from trainers.critic import CriticModel
 from trainers.data.samples import Samples
 from trainers.model import attention
 from trainers.model.batches import build_pack
+from trainers.model.distributed import peak_device_bytes
+from trainers.model.experts import Routed
 from trainers.model.model import load_model
 
 _META = torch.device("meta")
@@ -79,6 +81,37 @@ def test_a_trainer_that_left_its_device_and_came_back_goes_on_as_one_that_stayed
     assert leaves.optimizer.state, "AdamW has its moments"
     for name, weight in weights(leaves).items():
         assert torch.allclose(weight, weights(stays)[name], atol=1e-6 if device == "cuda" else 0), name
+
+
+def test_a_trainer_that_leaves_gives_back_all_that_it_let_go_of(
+    tiny_folder: Path, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator keeps what is let go of after it was asked to give it back."""
+    trainer = trainer_of(tiny_folder, ema=0.9)
+    take_step(trainer, samples)
+    trainer.model.routers.seen = [Routed(torch.zeros(3, 4), torch.zeros(3, 2))]
+    assert trainer.ema is not None
+    before, given_back = set(map(id, trainer.ema._average.values())), []
+
+    def empty_cache() -> None:
+        assert trainer.ema is not None
+        moved = before.isdisjoint(map(id, trainer.ema._average.values()))
+        given_back.append((moved, trainer.model.routers.seen))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_: tensor.detach().clone())  # as to another device
+    trainer.move(torch.device("cpu"))
+    assert given_back == [(True, [])]
+
+
+def test_each_step_reports_its_own_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [5, 3]
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: max(held))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: held.remove(max(held)))
+    reported = [peak_device_bytes(torch.device("cuda", 0)) for _ in range(2)]
+    assert reported == [{"trainer_gpu_bytes": 5.0}, {"trainer_gpu_bytes": 3.0}]
+    assert peak_device_bytes(torch.device("cpu")) == {}
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from rich.console import Console
 from cli.operate.rounds import LEGEND, rounds_table
 from cli.terminal.console import open_console
 from cli.terminal.formatting import held_out, number, plain_table, shortened, versions_of
-from settings.errors import counted, ranges, size
+from settings.errors import all_of, counted, ranges, size
 from settings.redaction import one_line
 from tests.builders import a_log, a_step
 from tests.unit.cli.builders import an_evaluation
@@ -23,6 +23,7 @@ def test_numbers_sizes_and_ranges_are_for_people() -> None:
     assert number(None, missing="-") == "-"
     assert [size(n) for n in (0, 999, 1000, 1_234_567, 5 * 10**12)] == ["0 B", "999 B", "1.0 KB", "1.2 MB", "5.0 TB"]
     assert [counted(n, "shard") for n in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]
+    assert [all_of(n, "shard") for n in (1, 2000)] == ["the only shard", "all 2,000 shards"]
     assert ranges([1, 3, 4, 5, 9]) == "1, 3–5, 9" and ranges(range(2)) == "0–1" and ranges([]) == ""
     assert versions_of({"head_version": 3, "tail_version": 5}) == "3–5"
     assert versions_of({"head_version": 5, "tail_version": 5}) == "5"
@@ -48,6 +49,7 @@ def test_an_evaluation_is_a_score_with_its_error_and_what_failed() -> None:
     assert held_out(older) == ("held-out 0.490", "on 200 tasks, 2 failed, 4.8 s")
     failed = replace(several, num_tasks=2, n_samples=2, num_failed=4, failures={"env_error": 4})
     assert held_out(failed) == ("evaluation failed:", "all 4 attempts did (env_error 4)")
+    assert held_out(replace(failed, num_tasks=1, n_samples=1, num_failed=1))[1].startswith("the only attempt did (")
 
 
 def test_outside_of_a_terminal_nothing_is_folded_cut_or_padded(

@@ -57,6 +57,22 @@ def test_a_core_of_one_part_on_cpus_has_imported_everything_and_every_core_keeps
         assert new_pages < 8_000 < num_new_pages(), "of 16,384 pages, those the kernel had to give anew"
 
 
+@pytest.mark.parametrize(("parts", "on_gpu"), [(2, False), (1, True)], ids=["parts", "GPU"])
+def test_a_core_is_no_fork_of_a_process_that_may_have_asked_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, parts: int, on_gpu: bool
+) -> None:
+    """vLLM sees whether CUDA computes in this process, not whether it was asked for: a fork could not begin with it."""
+    from vllm.utils.system_utils import get_mp_context
+
+    if on_gpu:
+        monkeypatch.setattr("rollouts.engines.vllm.core_start.CPU_BUILD", "no-such-distribution")
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    assert get_mp_context().get_start_method() == "fork"
+    with CoreStart({"tensor_parallel_size": parts}).starting():
+        assert get_mp_context().get_start_method() == "spawn"
+    assert get_mp_context().get_start_method() == "fork"
+
+
 @pytest.mark.parametrize(
     ("arguments", "about", "backend"),
     [

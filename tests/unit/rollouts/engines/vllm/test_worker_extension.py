@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from rollouts.engines.engine import EngineError
-from rollouts.engines.vllm.worker_extension import results, returning_errors
+from rollouts.engines.vllm.worker_extension import ReloadExtension, results, returning_errors
 
 
 class _Worker:
@@ -20,3 +23,42 @@ def test_every_worker_answers_and_one_that_fails_is_named():
     assert results([worker.load("policy") for worker in (first, second)]) == ["a", "b"]
     with pytest.raises(EngineError, match="^worker 1 of 2: KeyError: 'policy'$"):
         results([worker.load("policy") for worker in (first, broken)])
+
+
+class _Model(torch.nn.Linear):
+    def load_weights(self, weights: Any) -> None: ...
+
+
+class _Runner:
+    """Reloads a model whose kernels ask for vLLM's configuration."""
+
+    model_config = None
+
+    def __init__(self, *, fails: bool) -> None:
+        self.fails = fails
+        self.model = _Model(2, 2)
+        self.seen: list[Any] = []
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def reload_weights(self, **_: Any) -> None:
+        from vllm.config import get_current_vllm_config
+
+        self.seen.append(get_current_vllm_config())
+        if self.fails:
+            raise ValueError("cut short")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_that_are_made_anew_in_a_reload_find_vllm_s_configuration(fails: bool) -> None:
+    from vllm.config import get_current_vllm_config_or_none
+
+    worker: Any = ReloadExtension()
+    worker.vllm_config, worker.model_runner = object(), _Runner(fails=fails)
+    if fails:
+        with pytest.raises(EngineError, match="ValueError: cut short"):
+            results([worker.reload_policy("policy")])
+    else:
+        results([worker.reload_policy("policy")])
+    assert worker.model_runner.seen == [worker.vllm_config] and get_current_vllm_config_or_none() is None
