@@ -187,7 +187,7 @@ def _reward(text: str) -> tuple[Operator, float]:
 
 
 def _versions(text: str) -> tuple[int | None, int | None]:
-    match = re.fullmatch(r"\s*(\d*)\s*(\.\.)?\s*(\d*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{0,9})\s*(\.\.)?\s*(\d{0,9})\s*", text)
     if not match or (text and not match[1] and not match[3]) or (match[3] and not match[2]):
         raise InvalidInput(f"--version {text!r}: write a policy version or a range: 5, 3..7, 3.. or ..7")
     first = int(match[1]) if match[1] else None

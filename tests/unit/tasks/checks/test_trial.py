@@ -532,6 +532,8 @@ def test_a_learning_rate_that_is_unusual_for_the_model_is_a_warning_of_every_sta
         ),
         ({"tracking": "http://a b/"}, "tracking = 'http://a b/': no server answers"),
         ({"tracking": "sqlite:////no/where.db"}, "there is no folder /no"),
+        ({"tracking": "sqlite://"}, "tracking = 'sqlite://' names no file; write sqlite:///FOLDER/mlflow.db"),
+        ({"tracking": "sqlite:////tmp"}, "tracking = 'sqlite:////tmp' names no file"),
         ({"tracking": {"also": "wandb"}}, "tracking.also = \\['wandb'\\]: there is no key for Weights & Biases"),
     ],
 )
