@@ -39,6 +39,24 @@ def say(sentence: str) -> None:
 
 
 @contextlib.contextmanager
+def prints_to_stderr(wanted: bool) -> Iterator[None]:
+    """What others print meanwhile on standard output, such as a module of the user's, goes to standard error: the JSON
+    of a command stands alone."""
+    if not wanted or sys.stdout is None or sys.stderr is None:  # None: that stream is closed
+        yield
+        return
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(own, 1)
+        os.close(own)
+
+
+@contextlib.contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
     """Show what a command is at: a spinner on a terminal, else a line on stderr. Yields what shows the next thing."""
     console = open_console(stderr=True, soft_wrap=True)

@@ -42,6 +42,8 @@ logger = logging.getLogger("millrace.preflight")
 
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 _BLOCKED_SECONDS = 10.0
+_CLOSE_SECONDS = 20.0
+"""As long a run waits for a worker to close."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +228,8 @@ async def _attempts(
             async with asyncio.timeout(seconds):
                 score = as_score(await workflow.run(task, chat), workflow.run)
             reward = score.reward
-            await _group(workflow, task, chat, score)
+            async with asyncio.timeout(seconds):
+                await _group(workflow, task, chat, score)
         except SystemExit as raised:
             what = f"{workflow.run.__qualname__} ended with SystemExit({raised.code!r})"
             error = WrongWorkflow(f"{what}; raise another error, or return a score. It is at {place_of(workflow.run)}")
@@ -247,7 +250,8 @@ async def _attempts(
             return await asyncio.gather(*(play(split, task) for split, task in tasks))
         finally:
             with errors_of_users(f"{type(workflow).__name__}.close()", workflow.close):
-                await workflow.close()
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await workflow.close()
             if "rollouts.endpoint.agent_endpoint" in sys.modules:  # what was not imported was not started
                 from rollouts.endpoint.agent_endpoint import close_agent_endpoint
 

@@ -64,6 +64,16 @@ def test_batches_are_what_the_settings_multiply_to(home: Path) -> None:
     assert not (home / "store" / "runs").exists()
 
 
+def test_what_a_users_module_prints_is_not_in_the_json(home: Path, tmp_path: Path) -> None:
+    """Neither by `print`, nor by a program that it starts."""
+    source = "import os\nfrom examples.arithmetic import Arithmetic\nprint('hello')\nos.system('echo there')\n"
+    (tmp_path / "mine.py").write_text(f"{source}class Mine(Arithmetic): pass\n")
+    words = [*DRY_RUN.split(), "--json", f"workflow={tmp_path / 'mine.py'}:Mine"]
+    dry_run = subprocess.run([sys.executable, "-m", "cli.main", *words], capture_output=True, text=True, check=True)
+    assert json.loads(dry_run.stdout)["train_tasks"] == 9800
+    assert {"hello", "there"} <= set(dry_run.stderr.splitlines())
+
+
 def test_parameters_are_counted_in_the_model_folder(home: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -22,6 +22,7 @@ from rollouts.chat.chat_tokens import ChatTokens
 from settings.errors import InvalidInput
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
+from tasks.checks import playing, trial
 from tasks.checks.loading import load_tasks, load_workflow
 from tasks.checks.preflight import check_run
 from tasks.checks.trial import check_references
@@ -52,6 +53,21 @@ def _check(folder: Path, methods: str, **settings: Any) -> None:
 
 
 _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1\n"
+
+
+@pytest.mark.parametrize("method", ["score_group(self, task, attempts)", "close(self)"])
+def test_a_method_that_never_returns_ends_the_check(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(playing, "_CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(trial, "_SECONDS", 0.5)
+    waits = f"async def {method}:\n    import asyncio\n    await asyncio.Event().wait()"
+    problem = (
+        contextlib.nullcontext() if "group" in method else pytest.raises(InvalidInput, match=r"Mine.close\(\): Ti")
+    )
+    with problem, contextlib.chdir(tmp_path):
+        _check(tmp_path, f"{_ASKS}{waits}")
+    assert "TimeoutError" in caplog.text or "group" not in method
 
 
 @pytest.mark.parametrize(
