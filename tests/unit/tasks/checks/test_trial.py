@@ -335,6 +335,11 @@ def test_a_method_that_never_returns_ends_the_check(
             r"answer is a int, not text: use str\(answer\)",
         ),
         (
+            "def tasks(self, split):\n    return range(10**9)\nasync def run(self, task, chat):\n    return 1",
+            InvalidInput,
+            r"has 1,000,000,000 tasks in split 'train', .* return at most 10,000,000, at .*mine\.py:14",
+        ),
+        (
             "def tasks(self, split):\n    return ['p']\nasync def run(self, task, chat):\n    return 1",
             InvalidInput,
             r"tasks\('train'\) has a str, not a Task",
