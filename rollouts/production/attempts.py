@@ -22,7 +22,17 @@ from rollouts.engines.draws import seed_of
 from rollouts.engines.engine import Engine, EngineError
 from rollouts.rewards.reward_shaping import check_weights, shaped
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
-from rollouts.workflow import CONTEXT, OWED, Score, Workflow, WorkflowContext, WrongWorkflow, as_score, as_scores
+from rollouts.workflow import (
+    CONTEXT,
+    OWED,
+    Score,
+    Workflow,
+    WorkflowContext,
+    WrongWorkflow,
+    as_score,
+    as_scores,
+    place_of,
+)
 from settings.errors import failure_text, kind_and_words
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
@@ -115,9 +125,16 @@ class Player:
             noise = 1e-6 * max(map(abs, scores), default=0.0) + 1e-9
             if scores and max(scores) - min(scores) <= noise:
                 return f"uniform reward {scores[0]:g}"
-        if not self.workflow.accept(group):
-            return f"{type(self.workflow).__name__}.accept said no"
-        return ""
+        accept = self.workflow.accept
+        try:
+            is_accepted = bool(accept(group))
+        except Exception:
+            raise
+        except BaseException as error:
+            if is_of_caller(error):
+                raise
+            raise WrongWorkflow(f"accept raised {kind_and_words(error)}; it is at {place_of(accept)}") from error
+        return "" if is_accepted else f"{type(self.workflow).__name__}.accept said no"
 
     async def _scored_together(self, task: Task, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Rewards that depend on the other attempts, if the workflow has such."""

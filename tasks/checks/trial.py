@@ -86,7 +86,7 @@ def check_tasks(tasks: Sequence[Task], split: str, *, where: str) -> None:
                 f"task {task.id!r} of split {split!r}: metadata is a {kind}, not a dictionary, at {where}"
             )
         try:
-            json.dumps(task.metadata)
+            json.dumps(task.metadata, sort_keys=True)  # as its digest is made: keys of two types have no order
         except (TypeError, ValueError) as error:
             what = f"task {task.id!r} of split {split!r}: its metadata are no JSON ({error})"
             raise InvalidInput(f"{what}; use text, at {where}") from None

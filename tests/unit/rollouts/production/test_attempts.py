@@ -14,7 +14,7 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.attempts import Player
 from rollouts.production.evaluation import Tally
 from rollouts.rewards.scoring import RewardPool, RewardTimeout, score, score_all
-from rollouts.workflow import Score, Workflow, workflow_context
+from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
 from settings.reward import RewardSettings
 from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.codec import summarise
@@ -146,6 +146,18 @@ def test_what_the_comparison_of_attempts_raises_ends_no_worker(tokens: ChatToken
 
     group = _group(tokens, Compares(1.0, 1.0, 0.0, 0.0))
     assert [(each.status, each.reward) for each in group.trajectories] == [("reward_error", None)] * 4
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), Panic("index")])
+def test_an_accept_that_leaves_python_is_named(tokens: ChatTokens, raised: BaseException):
+    """In a worker the event loop would end with it, and nothing would be heard of that."""
+
+    class Leaves(_Given):
+        def accept(self, group: RolloutGroup) -> bool:
+            raise raised
+
+    with pytest.raises(WrongWorkflow, match=rf"accept raised {type(raised).__name__}: .*test_attempts\.py:"):
+        _group(tokens, Leaves(1.0, 1.0, 0.0, 0.0))
 
 
 class _LosesATask(_Given):
