@@ -309,9 +309,8 @@ def test_the_command_serves_until_it_is_interrupted(store: LocalStore, home: Pat
 
 def test_what_cannot_be_served_is_one_sentence(store: LocalStore) -> None:
     a_trained_run(store)
-    assert_refused(
-        "ui --no-browser {}", {"nothing": "no run 'nothing'", "--host 203.0.113.1": "cannot listen on 203.0.113.1"}
-    )
+    refused = {"nothing": "no run 'nothing'", "--host 203.0.113.1": "cannot listen on 203.0.113.1"}
+    assert_refused("ui --no-browser {}", refused | {"--host ''": "0.0.0.0 listens on all"})
 
 
 def test_untrusted_text_is_json_and_nothing_else(client: TestClient, store: LocalStore) -> None:
