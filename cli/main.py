@@ -7,7 +7,8 @@ In: a command line. Out: the exit status. Each command is a file, which imports 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -28,7 +29,8 @@ from cli.run.rescore import rescore
 from cli.run.rollout import once, produce
 from cli.run.train import train
 from cli.terminal.arguments import Command
-from cli.terminal.errors import explained
+from cli.terminal.console import open_streams
+from cli.terminal.errors import end_threads, explained
 from cli.traj.diff import diff
 from cli.traj.export import export as export_trajectories
 from cli.traj.ls import ls
@@ -40,9 +42,23 @@ from cli.traj.stats import stats
 from cli.ui.report import report
 from cli.ui.ui import ui
 from infra.environment import prepare_environment
+from settings.errors import path_errors
 
 _NAMES = {"help_option_names": ["-h", "--help"]}
-app = typer.Typer(
+
+
+class _App(typer.Typer):
+    """Ends with its command, whatever threads the user's code has started."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().__call__(*arguments, **options)
+        except SystemExit as ended:
+            end_threads(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+            raise
+
+
+app = _App(
     no_args_is_help=True,
     context_settings=_NAMES,
     pretty_exceptions_enable=False,
@@ -115,6 +131,9 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
+    open_streams()
+    with path_errors("the current folder was removed; change to another one"):
+        Path.cwd()
     prepare_environment()
 
 

@@ -18,7 +18,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,9 @@ class Host:
         adopt_environment()
 
     async def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        self._turning = self._turning or asyncio.create_task(_log_stacks_when_stuck())
+        if self._turning is None:
+            self._turning = asyncio.create_task(_log_stacks_when_stuck())
+            _end_with_loop(threading.current_thread())
         steps = [step for argument in arguments if isinstance(step := getattr(argument, "step", None), int)]
         CALL.set({"call": method, **({"step": steps[0]} if steps else {})})
         if self._target is None:
@@ -83,6 +87,22 @@ class Host:
         gc.collect()
         ended = time.monotonic()
         self._collects_at = ended + max(_COLLECT_SECONDS, (ended - started) / _SHARE_OF_TIME)
+
+
+def _end_with_loop(thread: threading.Thread) -> None:
+    """End this process if the thread of the event loop ends: a task that raises `SystemExit` takes the loop with it,
+    and the driver would wait for this worker for ever."""
+    usual = threading.excepthook
+
+    def look(ended: threading.ExceptHookArgs) -> None:
+        if ended.thread is not thread:
+            usual(ended)
+            return
+        traceback.print_exception(ended.exc_value)
+        sys.stderr.flush()
+        os._exit(1)
+
+    threading.excepthook = look
 
 
 async def _log_stacks_when_stuck() -> None:

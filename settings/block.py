@@ -192,6 +192,8 @@ def explain(problem: Any, root: type[BaseModel]) -> str:
             return f"{key}: no such key here; it is for {key.rpartition('.')[0]}.kind = {' or '.join(kinds)}"
         of_others = problem["input"] if isinstance(problem["input"], dict) else {}  # `actor.optim.lr` of verl
         close = nearest(key, root) if not of_others else _nearest_leaf(key, of_others, root)
+        if close == key != "":
+            return f"{key}: in quotes a key with dots is one word; write it without quotes"
         choices = f"there are: {', '.join(model.model_fields)}"
         return f"{key}: no such key; " + (f"did you mean {close!r}?" if close else choices)
     if problem["type"] == "missing":

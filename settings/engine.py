@@ -17,6 +17,13 @@ _FIXED = {
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
 """Arguments of `apply_chat_template` that are no settings of a template."""
+_SET_ELSEWHERE = {
+    "model": "set model",
+    "max_model_len": "set engine.max_model_len",
+    "reasoning_parser": "set engine.reasoning_parser",
+    "worker_extension_cls": "leave it out",
+}
+"""Arguments of vLLM that follow from other settings."""
 
 
 def num_parts(arguments: dict[str, Any]) -> int:
@@ -64,6 +71,9 @@ class EngineSettings(Block):
     def _is_one_engine(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         if "data_parallel_size" in arguments:
             raise ValueError("each worker has one engine; set rollout.num_workers for more of them")
+        for name, instead in _SET_ELSEWHERE.items():
+            if name in arguments:
+                raise ValueError(f"{name} Millrace gives to vLLM itself; {instead}")
         return arguments
 
     @field_validator("chat_template_kwargs")

@@ -176,11 +176,18 @@ def failure_text(error: BaseException, message: str = "") -> str:
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    named = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    head, *given = re.split(r"\n(?=  at )", message or named)
+    head, *given = re.split(r"\n(?=  at )", message or kind_and_words(error))
     users = [frame for frame in given if _is_users(place_of(frame).rpartition(":")[0])]
     users += _frames(error, users_only=True)
     return _limited(head, users or given or _frames(error, users_only=False))
+
+
+def kind_and_words(error: BaseException) -> str:
+    """`KeyError: 'answr'`; the kind alone if the error has no words, or cannot say them."""
+    kind, words = type(error).__name__, ""
+    with contextlib.suppress(Exception):  # of the `__str__` of the user's class
+        words = str(error)
+    return f"{kind}: {words}" if words else kind
 
 
 def failure_text_of_output(output: str, message: str = "") -> str:
@@ -283,6 +290,8 @@ def _frame(file: str, line: int, function: str, code: str) -> str:
 
 def _limited(head: str, frames: list[str]) -> str:
     shown = "".join(f"\n{frame}" for frame in frames[:MOST_FRAMES])
+    if len(head) > 8 * MOST_CHARACTERS:  # to look for secrets in a page that a server sent takes seconds
+        head = head[: 4 * MOST_CHARACTERS] + head[-4 * MOST_CHARACTERS :]
     head, room = without_secrets(head), MOST_CHARACTERS - len(shown)
     if len(head) > room:  # what a program writes last says most
         head = f"{head[: room // 3]} … {head[-(room - room // 3 - 3) :]}"

@@ -16,7 +16,7 @@ class EvaluationSettings(Block):
     """Which split of the workflow to ask."""
     num_tasks: int = Field(default=200, ge=1)
     """At most this many problems, the first ones of the split."""
-    n_samples: int = Field(default=1, ge=1)
+    n_samples: int = Field(default=1, ge=1, le=65536)
     """Attempts per problem; the score is their mean (avg@n)."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy decoding."""

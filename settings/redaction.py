@@ -269,7 +269,7 @@ def secret_settings(document: Mapping[str, Any], prefix: str = "") -> Iterator[s
             yield from secret_settings(value, f"{prefix}{key}.")
         elif isinstance(value, list | tuple):
             yield from secret_settings({str(place): each for place, each in enumerate(value)}, f"{prefix}{key}.")
-        elif isinstance(value, str) and value and (_SETTING.search(_snake(key)) or holds_secret(value)):
+        elif isinstance(value, str) and value and (_SETTING.search(_snake(str(key))) or holds_secret(value)):
             yield f"{prefix}{key}"
 
 

@@ -15,7 +15,7 @@ OutOfRoomRule = Literal["exclude", "zero", "score"]
 class RolloutSettings(Block):
     """How attempts are scheduled, grouped, filtered and flushed into shards."""
 
-    num_workers: int = Field(default=1, ge=0)
+    num_workers: int = Field(default=1, ge=0, le=16384)
     """Rollout workers that the training run starts, each with an engine of its own; on CPUs they divide its
     threads. 0: it only trains, and producers on other machines (`millrace produce`) work for it."""
     max_concurrent: int = Field(default=64, ge=1)

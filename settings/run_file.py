@@ -22,7 +22,7 @@ from settings.errors import InvalidInput, path_errors
 from settings.evaluation import EvaluationSettings
 from settings.places.run_paths import absolute_paths
 from settings.presets import under_preset
-from settings.redaction import secret_settings
+from settings.redaction import secret_settings, well_formed
 from settings.reward import RewardSettings
 from settings.rollout import RolloutSettings
 from settings.sampling import SamplingSettings
@@ -79,7 +79,7 @@ class RunConfig(Settings):
     """Optimizer steps in all."""
     batch_size: int = Field(default=64, ge=1)
     """Prompt groups trained per step."""
-    n_samples: int = Field(default=8, ge=1)
+    n_samples: int = Field(default=8, ge=1, le=65536)
     """Attempts per prompt: the group size."""
     max_staleness: float = Field(default=0, ge=0)
     """How many weight updates a trained token may be behind (η). 0 is synchronous training; 0.5 lets rollouts run
@@ -256,6 +256,18 @@ def _without_none(value: Any) -> Any:
 
 def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
     """Validate a document; see `load_run_file`."""
+    try:
+        _check_values(document, source=source)
+        return RunConfig.model_validate(document)
+    except ValidationError as error:
+        lines = [explain(problem, RunConfig) for problem in error.errors()]
+        raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
+    except RecursionError:
+        raise ConfigError(f"{source}: its tables are nested too deeply; `millrace config` lists all keys") from None
+
+
+def _check_values(document: dict[str, Any], *, source: str) -> None:
+    """Raise `ConfigError` for a value that no key may have."""
     for key in secret_settings(document):
         raise ConfigError(
             f"{source}: {key} looks like a secret, and the settings of a run are recorded for all to read: put it "
@@ -265,11 +277,8 @@ def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
     for key, value in leaves(document):
         if isinstance(value, float) and value != value:
             raise ConfigError(f"{source}:\n  {key} = nan: NaN cannot be set; write a number")
-    try:
-        return RunConfig(**document)
-    except ValidationError as error:
-        lines = [explain(problem, RunConfig) for problem in error.errors()]
-        raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
+        if isinstance(value, str) and ("\0" in value or well_formed(value) != value):
+            raise ConfigError(f"{source}:\n  {key} = {value!r}: it has a character that UTF-8 lacks, or NUL; rename it")
 
 
 def default_values(like: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class TrainSettings(Block):
     balance: Literal["tokens", "flops"] = "tokens"
     """What ranks get evenly: tokens, or arithmetic, in which a token of a long row counts more for its attention, and
     packs of about as much of it then run at the same time. The last digits depend on it."""
-    num_ranks: int = Field(default=1, ge=1)
+    num_ranks: int = Field(default=1, ge=1, le=16384)
     """Trainer processes the model is sharded over (FSDP2)."""
     sequence_parallel: int = Field(default=1, ge=1)
     """Ranks that compute a pack together, each a part of its tokens (Ulysses), so that rows may be that many times as

@@ -35,6 +35,17 @@ if TYPE_CHECKING:
     from tasks.session import RunSession
 
 
+class Panic(BaseException):
+    """As a library in Rust raises it: no `Exception`."""
+
+
+class Wordless(Exception):
+    """Cannot say what happened."""
+
+    def __str__(self) -> str:
+        raise KeyError("words")
+
+
 def a_config(**values: Any) -> RunConfig:
     """Settings of a run: `a_config(batch_size=2, stale_policy="strict")`; a name finds its table by itself."""
     if "max_model_len" in values:

@@ -90,7 +90,7 @@ def _version(log: RunLog, name: str, tracking: str) -> int:
     except FollowerUnavailable as error:
         aliases = ", ".join(sorted(log.state.aliases)) or "none"
         raise InvalidInput(
-            f"the log of run {log.run_id!r} has no {'registered version' if name.isdigit() else 'alias'} {name!r} "
+            f"the log of run {log.run_id!r} has no {'registered version' if name.isdecimal() else 'alias'} {name!r} "
             f"(its aliases: {aliases}), and MLflow cannot be asked ({error}); "
             f"start it with `{command('up')}`, name it with --tracking, or give --policy N"
         ) from error

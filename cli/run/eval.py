@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.arguments import AdoptOption, JsonOption, StoreOption, open_named, print_json
-from cli.terminal.console import open_console
+from cli.terminal.console import open_console, prints_to_stderr
 from cli.terminal.formatting import held_out
 
 
@@ -31,7 +31,10 @@ def evaluate(
     """Score one policy version on held-out tasks, on an engine of its own: avg@n, pass@k, failures."""
     console = open_console(stderr=as_json)
     changes = {"split": split or None, "num_tasks": num_tasks, "n_samples": n_samples, "temperature": temperature}
-    evaluation = evaluate_run(run, version=version, store=store, console=console, adopt_tasks=adopt_tasks, **changes)
+    with prints_to_stderr(as_json):
+        evaluation = evaluate_run(
+            run, version=version, store=store, console=console, adopt_tasks=adopt_tasks, **changes
+        )
     if as_json:
         print_json(evaluation)
     else:

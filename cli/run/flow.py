@@ -18,6 +18,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
@@ -42,6 +43,8 @@ logger = logging.getLogger("millrace.flow")
 
 SECONDS_TO_STOP = 10.0
 SECONDS_TO_ANSWER = 10.0
+_stops: dict[int, Callable[[], object]] = {}
+"""What ends a flow as Ctrl-C does, by the thread that it is in; those beside the main one get no signals."""
 _beside: ServerBeside | None = None
 """Prefect's server of this process, for all its flows; None if there is another, or before the first flow."""
 
@@ -82,6 +85,12 @@ def run_flow(
         return asyncio.run(_awaited(_in_order(flow, early), console, on_interrupt))
     except TerminationSignal:  # SIGTERM; the flow has ended as with Ctrl-C
         raise SystemExit(128 + signal.SIGTERM) from None
+
+
+def stop_flow(thread: int) -> None:
+    """End the flow in another thread as Ctrl-C does, if there is one."""
+    if stop := _stops.get(thread):
+        stop()
 
 
 def use_running_services() -> None:
@@ -200,14 +209,18 @@ async def _awaited(flow: Awaitable[Result], console: Console, on_interrupt: Call
         on_interrupt()
         console.print("stopping; the same command continues from the run's log")
         logging.getLogger("prefect").setLevel(logging.CRITICAL)
-        loop.remove_signal_handler(signal.SIGINT)
-        loop.call_later(SECONDS_TO_STOP, os._exit, 130)  # what was committed is safe, and our children die with us
+        if is_main:  # a notebook has more in its process than this run
+            loop.remove_signal_handler(signal.SIGINT)
+            loop.call_later(SECONDS_TO_STOP, os._exit, 130)  # what was committed is safe, and our children die with us
         task.cancel()
 
     loop = asyncio.get_running_loop()
-    if threading.current_thread() is threading.main_thread():  # in a notebook's thread there are no signals
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop)  # of the flow's SIGTERM: tasks/prefect/own_flow_run.py
+    else:
+        _stops[threading.get_ident()] = partial(loop.call_soon_threadsafe, stop)
     try:
         result = await task
     except BaseException as error:
@@ -216,6 +229,8 @@ async def _awaited(flow: Awaitable[Result], console: Console, on_interrupt: Call
         if interrupted.is_set() or isinstance(error, asyncio.CancelledError | Abort):
             raise KeyboardInterrupt from None
         raise
+    finally:
+        _stops.pop(threading.get_ident(), None)
     if _beside is not None:
         from tasks.prefect.task_runs import task_runs_are_recorded
 

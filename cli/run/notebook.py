@@ -7,8 +7,10 @@ and the records that the commands print.
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from storage.log.run_log import RunLog
+
+_LOOK_SECONDS = 0.2
+"""Between two looks whether work in a thread has ended."""
 
 
 class Run:
@@ -101,6 +106,7 @@ def open_run(name: str, *, store: str | Path = "") -> Run:
 def train(run_file: str | Path | dict[str, Any], /, **overrides: Any) -> dict[str, Any]:
     """Train the run of a run file, or of its content as a dictionary, as `millrace train` does; returns its status.
 
+    An interrupt of a notebook's cell stops the run, and the same call continues it.
     `overrides` go over the settings: `train("my.toml", steps=50)`; for dotted keys write `**{"train.loss": "cispo"}`.
     """
     from cli.run.train import train_run
@@ -132,7 +138,10 @@ def replay(
 
 
 def _outside_of_a_loop(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Jupyter runs cells inside an event loop, in which no other one may start: then a thread has its own."""
+    """Jupyter runs cells inside an event loop, in which no other one may start: then a thread has its own.
+
+    An interrupt of the cell ends the work as Ctrl-C ends a command, and is raised when it has ended.
+    """
     from infra.environment import prepare_environment
 
     prepare_environment()
@@ -140,5 +149,19 @@ def _outside_of_a_loop(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(work).result()
+    from cli.run.flow import stop_flow
+
+    threads = queue.SimpleQueue[int]()
+    pool = ThreadPoolExecutor(1, initializer=lambda: threads.put(threading.get_ident()))
+    working = pool.submit(work)
+    try:
+        while not wait([working], _LOOK_SECONDS).done:
+            pass  # an interrupt that reached another thread is heard only between two waits
+        return working.result()
+    except KeyboardInterrupt:
+        thread = threads.get()
+        while not wait([working], _LOOK_SECONDS).done:  # it may not have come to its flow yet
+            stop_flow(thread)
+        raise
+    finally:
+        pool.shutdown(wait=False)

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cli.terminal.arguments import JsonOption, StoreOption, check_target, open_named, parse_overrides, print_json
-from cli.terminal.console import open_console
+from cli.terminal.console import open_console, prints_to_stderr
 from cli.terminal.formatting import number, plain_table
 from settings.errors import InvalidInput
 
@@ -47,9 +47,10 @@ def replay(
     changes = parse_overrides(overrides) | {key: value for key, value in flags.items() if value is not None}
     start, end = span_of(step=step, first=first, last=last)
     console = open_console(stderr=as_json)
-    result = replay_run(
-        run, first=start, last=end, changes=changes, rewards=rewards, save=save, store=store, console=console
-    )
+    with prints_to_stderr(as_json):
+        result = replay_run(
+            run, first=start, last=end, changes=changes, rewards=rewards, save=save, store=store, console=console
+        )
     if as_json:
         print_json(result)
     else:

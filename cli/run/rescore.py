@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.arguments import AdoptOption, EvalOption, JsonOption, StoreOption, open_named, print_json
-from cli.terminal.console import open_console
+from cli.terminal.console import open_console, prints_to_stderr
 from cli.terminal.formatting import plain_table
 from settings.errors import counted
 from settings.places.hints import command
@@ -49,26 +49,27 @@ def rescore(
     from storage.retention.retention import reading
 
     log, console = open_named(run, store, appends=True), open_console(stderr=as_json)
-    config = make_config(local_config(log), source=f"run {run}")
-    function, rewards = load_reward(absolute_path(reward), name=name)
-    workflow = load_object(config.workflow)(config.dataset or None)
+    with prints_to_stderr(as_json):
+        config = make_config(local_config(log), source=f"run {run}")
+        function, rewards = load_reward(absolute_path(reward), name=name)
+        workflow = load_object(config.workflow)(config.dataset or None)
 
-    def tasks_of(split: str) -> Sequence[Task]:
-        tasks: Sequence[Task] = workflow.tasks(split)
-        task_set(log.state, tasks, run=run, split=split, adopt=adopt_tasks)
-        return tasks
+        def tasks_of(split: str) -> Sequence[Task]:
+            tasks: Sequence[Task] = workflow.tasks(split)
+            task_set(log.state, tasks, run=run, split=split, adopt=adopt_tasks)
+            return tasks
 
-    eval_split = config.evaluation.split if include_eval else None
-    rescoring = Rescoring(log, function, rewards, tasks_of=tasks_of, eval_split=eval_split)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with reading(log, "rescore"), Progress(*columns, console=console) as bar:
-        attempts = bar.add_task(f"rewards {rewards.name}", total=rescoring.num_attempts)
-        running = rescoring.run(
-            num_processes=processes or os.cpu_count() or 1,
-            timeout=config.reward.timeout,
-            on_attempts=lambda count: bar.advance(attempts, count),
-        )
-        result = asyncio.run(running)
+        eval_split = config.evaluation.split if include_eval else None
+        rescoring = Rescoring(log, function, rewards, tasks_of=tasks_of, eval_split=eval_split)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with reading(log, "rescore"), Progress(*columns, console=console) as bar:
+            attempts = bar.add_task(f"rewards {rewards.name}", total=rescoring.num_attempts)
+            running = rescoring.run(
+                num_processes=processes or os.cpu_count() or 1,
+                timeout=config.reward.timeout,
+                on_attempts=lambda count: bar.advance(attempts, count),
+            )
+            result = asyncio.run(running)
     if as_json:
         print_json(_document(result))
     else:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.arguments import AdoptOption, check_target, open_named, parse_overrides, print_json
-from cli.terminal.console import open_console
+from cli.terminal.console import open_console, prints_to_stderr
 from cli.terminal.formatting import lasted
 from settings.errors import InvalidInput, counted
 from settings.places.hints import command
@@ -61,7 +61,8 @@ def train(
     if write is not None:
         check_target(write, "--write", suffix=".toml")
     config = load_run_file(files, changes)
-    values = derived_values(config, adopt_tasks=adopt_tasks)
+    with prints_to_stderr(as_json):
+        values = derived_values(config, adopt_tasks=adopt_tasks)
     if write is not None:
         write.write_text(as_toml(config), encoding="utf-8")
     if as_json:

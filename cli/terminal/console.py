@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import re
+import select
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,6 +23,7 @@ from rich.segment import Segment
 from settings.redaction import printable
 
 _ENDLESS = 100_000  # characters; rich has no console without a width
+_NARROWEST = 20  # characters; a terminal that says less, such as `COLUMNS=0`, does not know
 
 
 def open_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
@@ -30,12 +33,54 @@ def open_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
         console.file = _Trimmed(sys.stderr if stderr else sys.stdout)  # type: ignore[assignment]
         if not os.environ.get("COLUMNS"):
             console.width = _ENDLESS
+    console.width = console.width if console.width >= _NARROWEST else 80
     return console
+
+
+def open_streams() -> None:
+    """Let every command print: a stream that the caller has closed takes everything, and one whose encoding lacks a
+    character, as of `LC_ALL=de_DE.ISO-8859-1`, shows `?`."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # a database would be opened in its place, and printed into
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - for the process's life
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding != "utf-8":
+        sys.stdout.reconfigure(errors="replace")
+
+
+def reader_is_gone() -> bool:
+    """True if what reads our output, such as `head`, has ended."""
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def say(sentence: str) -> None:
     """Print a sentence without markup, in one line."""
     open_console(soft_wrap=True).print(sentence, markup=False)
+
+
+@contextlib.contextmanager
+def prints_to_stderr(wanted: bool) -> Iterator[None]:
+    """What others print meanwhile on standard output, such as a module of the user's, goes to standard error: the JSON
+    of a command stands alone."""
+    if not wanted:
+        yield
+        return
+    stdout, own = sys.stdout, os.dup(1)
+    stdout.flush()
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        if not stdout.closed:
+            stdout.flush()
+        os.dup2(own, 1)
+        os.close(own)
+        sys.stdout = open(1, "w", closefd=False) if stdout.closed else stdout  # noqa: SIM115 - for the process's life
 
 
 @contextlib.contextmanager

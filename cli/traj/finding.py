@@ -5,6 +5,7 @@ In: a run's log and options. Out: rows as the shards hold them, with the outcome
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,7 @@ def decode(tokenizer: Any, token_ids: Sequence[int], *, unfinished: str = "") ->
 def split_id(trajectory_id: str) -> tuple[str, int]:
     """Group and attempt of a trajectory id, `GROUP/ATTEMPT`. Raises `ValueError` for anything else."""
     group, _, attempt = trajectory_id.rpartition("/")
-    if not group or not attempt.isdecimal():
+    if not group or not re.fullmatch(r"\d{1,9}", attempt):
         ids = command("traj", "ls", "RUN")
         raise InvalidInput(f"{trajectory_id!r} is no trajectory id: write GROUP/ATTEMPT; `{ids}` lists them")
     return group, int(attempt)

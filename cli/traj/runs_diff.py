@@ -15,6 +15,7 @@ from rich.text import Text
 from cli.terminal.arguments import JsonOption, StoreOption, open_named, print_json
 from cli.terminal.console import open_console
 from cli.terminal.formatting import number, plain_table
+from cli.traj.finding import note_left_out
 from settings.places.hints import command
 from settings.redaction import one_line
 
@@ -38,8 +39,9 @@ _COLUMNS = [
 
 def runs_diff(a: str, b: str, store: StoreOption = "", as_json: JsonOption = False) -> None:
     """Two runs: what differs in what they were given, and the first thing that differs in what they did."""
-    logs = open_named(a, store), open_named(b, store)
-    differences = [*given(*logs), *itertools.islice(done(*logs), 1)]
+    logs, left_out = (open_named(a, store), open_named(b, store)), dict[str, str]()
+    differences = [*given(*logs), *itertools.islice(done(*logs, left_out), 1)]
+    note_left_out(left_out)
     if as_json:
         print_json(differences)
         return
@@ -75,12 +77,18 @@ def given(a: RunLog, b: RunLog) -> list[dict[str, Any]]:
     return [{"what": what, "a": left, "b": right} for what, (left, right) in pairs.items() if left != right]
 
 
-def done(a: RunLog, b: RunLog) -> Iterator[dict[str, Any]]:
-    """What differs, step by step; the first is the cause."""
+def done(a: RunLog, b: RunLog, left_out: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """What differs, step by step; the first is the cause. Of a step with a shard that is gone, which `left_out` gets,
+    only what the log has is compared."""
+    from storage.shards.shards import DamagedShard
+
     for step_a, step_b in zip(a.state.steps, b.state.steps, strict=False):
         step = {"step": step_a.claim.step}
         claims = [[group.group_id for group in each.claim.trained] for each in (step_a, step_b)]
-        rows = [_rows(log, each) for log, each in ((a, step_a), (b, step_b))]
+        try:
+            rows = [_rows(log, each) for log, each in ((a, step_a), (b, step_b))]
+        except DamagedShard as error:
+            left_out[error.shard_id], rows = error.reason, [{}, {}]
         for key in sorted(rows[0].keys() & rows[1].keys()):
             for change in _row_changes(rows[0][key], rows[1][key]):
                 yield {**step, "id": f"{key[0]}/{key[1]}", **change}
@@ -98,7 +106,7 @@ def done(a: RunLog, b: RunLog) -> Iterator[dict[str, Any]]:
 
 
 def _rows(log: RunLog, step: Step) -> dict[tuple[str, int, int], dict[str, Any]]:
-    """Every training sequence of a step, by group, attempt and number."""
+    """Every training sequence of a step, by group, attempt and number. Raises `DamagedShard`."""
     from storage.shards.shards import read_shard
 
     groups = {group.group_id for group in step.claim.trained}

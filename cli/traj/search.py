@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named, print_json
-from cli.terminal.console import open_console
+from cli.terminal.console import open_console, prints_to_stderr
 from cli.terminal.formatting import number, plain_table, versions_of
 from cli.traj.finding import check_step
 from infra.environment import cache_folder
@@ -90,11 +90,13 @@ def search(
     others = {"status": status, "step": step, "outcome": outcome, "include_eval": include_eval}
     filters = parse_filters(log.state, reward=reward, version=version, **others)
     index = open_index(log)
-    if update:
-        _update_index(index, notes)
-    elif behind := index.behind():
-        notes.print(f"the index lacks {counted(behind, 'shard')} of the run; leave out --no-update to add what is new")
-    matches = index.find(query, filters, count=count, similar=similar)
+    with prints_to_stderr(as_json):  # an embedding is code of the user's
+        if update:
+            _update_index(index, notes)
+        elif behind := index.behind():
+            lacks = counted(behind, "shard")
+            notes.print(f"the index lacks {lacks} of the run; leave out --no-update to add what is new")
+        matches = index.find(query, filters, count=count, similar=similar)
     if as_json:
         print_json([dataclasses.asdict(match) for match in matches])
     else:
@@ -187,7 +189,7 @@ def _reward(text: str) -> tuple[Operator, float]:
 
 
 def _versions(text: str) -> tuple[int | None, int | None]:
-    match = re.fullmatch(r"\s*(\d*)\s*(\.\.)?\s*(\d*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{0,9})\s*(\.\.)?\s*(\d{0,9})\s*", text)
     if not match or (text and not match[1] and not match[3]) or (match[3] and not match[2]):
         raise InvalidInput(f"--version {text!r}: write a policy version or a range: 5, 3..7, 3.. or ..7")
     first = int(match[1]) if match[1] else None

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,6 +51,14 @@ REPORTED = ("overview", "steps", "environments", "lanes", "contents", "groups", 
 """Parts of a run that a report holds."""
 
 Part = Callable[..., Any]
+_NUMBER = re.compile(r"\d{1,9}")
+_ASKED: dict[str, frozenset[str]] = {
+    "steps": frozenset({"first", "width"}),
+    "lineage": frozenset({"version"}),
+    "trajectory": frozenset({"id", "color"}),
+    "trajectories": frozenset({"words", "step", "reward", "status", "length", "environment", "held_out", "after"}),
+}
+"""What may be asked of a part."""
 
 
 class _Watched:
@@ -96,7 +105,7 @@ class Pages:
         lines += [{"run": name, "damaged": reason} for name, reason in damaged.items()]
         return {"store": without_secrets(self.store.uri), "runs": lines}
 
-    def get(self, run: str, part: str, **asked: str) -> Any:
+    def get(self, run: str, part: str, /, **asked: str) -> Any:
         """A part of a run. Raises `NotFound`, `InvalidInput` for what is asked, and the errors of a damaged run."""
         return self._get(run, part, asked)
 
@@ -109,6 +118,8 @@ class Pages:
         light, heavy = _LIGHT.get(part), _HEAVY.get(part)
         if light is None and heavy is None:
             raise NotFound(f"there is no page {part!r} of a run")
+        if unknown := asked.keys() - _ASKED.get(part, frozenset()):
+            raise InvalidInput(f"there is no filter {', '.join(sorted(unknown))}")
         with self._folding:
             watched = self._watch(self._logs.open(run))
             if light is not None:
@@ -243,7 +254,7 @@ def _lineage(watched: _Watched, version: str = "") -> dict[str, Any]:
     log, state = watched.log, watched.log.state
     if state.live is None:
         return {}
-    if version and not version.isdecimal():
+    if version and not _NUMBER.fullmatch(version):
         raise InvalidInput(f"policy version {version!r}: write a number")
     made = policy_lineage(log, int(version) if version else state.newest_version)
     max_gap = gap_of(watched.config)
@@ -280,7 +291,7 @@ def _lineage(watched: _Watched, version: str = "") -> dict[str, Any]:
 
 
 def _steps(watched: _Watched, first: str = "0", width: str = "0") -> dict[str, Any]:
-    if not (first.isdecimal() and width.isdecimal()):
+    if not (_NUMBER.fullmatch(first) and _NUMBER.fullmatch(width)):
         raise InvalidInput("first and width of the steps are whole numbers")
     return watched.curves.part(first=int(first), width=int(width))
 
@@ -324,8 +335,6 @@ def _trajectory(opened: contents.Opened, id: str = "", color: str = COLORS[0]) -
 
 
 def _trajectories(opened: contents.Opened, held_out: str = "", **asked: str) -> dict[str, Any]:
-    if unknown := asked.keys() - {"words", "step", "reward", "status", "length", "environment", "after"}:
-        raise InvalidInput(f"there is no filter {', '.join(sorted(unknown))}")
     return search.find(opened.log, held_out=bool(held_out), **asked)
 
 

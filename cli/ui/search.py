@@ -29,7 +29,7 @@ FAILED = "failed"
 """As a status: the newest attempts that failed, which have no tokens."""
 _SHARDS_AT_ONCE = 16
 _MOST_MATCHES = 400
-_COMPARISON = re.compile(r"(<=|>=|!=|=|<|>)?\s*(\d+)")
+_COMPARISON = re.compile(r"(<=|>=|!=|=|<|>)?\s*(\d{1,9})")
 
 _ROWS = """
 SELECT id, prompt_id, prompt[:$1] AS prompt, reply[:$1] AS reply, reward, status, outcome, step, is_eval,
@@ -121,7 +121,7 @@ def shards_to_index(log: RunLog) -> int | None:
 
 
 def _steps(text: str, newest: int) -> tuple[int, int]:
-    match = re.fullmatch(r"\s*(\d+)?\s*(\.\.)?\s*(\d+)?\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,9})?\s*(\.\.)?\s*(\d{1,9})?\s*", text)
     if not match or (match[3] and not match[2]):
         raise InvalidInput(f"step {text!r}: write a step or a range: 12, 3..7, 3.. or ..7")
     first = int(match[1] or 1)

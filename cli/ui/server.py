@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Awaitable, Callable
 from types import FrameType
@@ -26,6 +27,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
 
 from cli.operate.promote import bring_to_mlflow
@@ -40,6 +42,8 @@ from storage.log.runs import open_run, run_config
 from storage.objects.object_store import ObjectStore
 
 COOKIE = "millrace_ui"
+MOST_BODY = 10_000
+"""Bytes of the body of a request, which is read before its token is."""
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -86,6 +90,11 @@ def create_app(store: ObjectStore, *, host: str = "127.0.0.1", token: str = "") 
     async def failed(_: Request, error: Exception) -> Response:
         status = 404 if isinstance(error, NotFound) else 409 if isinstance(error, NotPromoted) else 400
         return _json({"error": without_secrets(str(error)).removeprefix("--")}, status)
+
+    @app.exception_handler(RequestValidationError)
+    async def misread(_: Request, error: RequestValidationError) -> Response:
+        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        return _json({"error": "; ".join(problems)}, 422)  # without the input, which may be no JSON
 
     @app.get("/")
     def page() -> Response:
@@ -134,12 +143,14 @@ def create_app(store: ObjectStore, *, host: str = "127.0.0.1", token: str = "") 
 def _refused(request: Request, *, host: str, token: str) -> Response | None:
     """The answer to a request that is not let through."""
     named = request.headers.get("host", "")
-    if not _is_ours(urlsplit(f"//{named}").hostname or "", host):
+    if not _is_ours(_host_of(f"//{named}"), host):
         return _json({"error": f"this server is not {named!r}; open it by its address, or as localhost"}, 421)
     if request.method not in ("GET", "HEAD"):
         origin = request.headers.get("origin")
-        if (origin and urlsplit(origin).netloc != named) or request.headers.get("x-millrace") != "ui":
+        if (origin and origin.partition("://")[2] != named) or request.headers.get("x-millrace") != "ui":
             return _json({"error": "this request comes from another site"}, 403)
+        if not _is_short(request.headers.get("content-length", "")):
+            return _json({"error": f"say the length of the body, at most {MOST_BODY:,} bytes"}, 413)
     path = request.url.path
     if token and path.startswith("/api/") and path != "/api/login":
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -147,6 +158,17 @@ def _refused(request: Request, *, host: str, token: str) -> Response | None:
         if not any([hmac.compare_digest(each.encode(), token.encode()) for each in given]):
             return _json({"error": "this server wants its token"}, 401)
     return None
+
+
+def _host_of(address: str) -> str:
+    try:
+        return urlsplit(address).hostname or ""
+    except ValueError:  # it is no address
+        return ""
+
+
+def _is_short(length: str) -> bool:
+    return re.fullmatch(r"\d{1,5}", length) is not None and int(length) <= MOST_BODY
 
 
 def _is_ours(named: str, host: str) -> bool:

@@ -33,6 +33,8 @@ def ui(
 
     opened = open_named(run, store).store if run else open_named_store(store)
     token = os.environ.get(TOKEN_VARIABLE, "") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
+    if not host:
+        raise InvalidInput("--host '' is no address; 0.0.0.0 listens on all of this machine's")
     if not token.isascii():
         raise InvalidInput(f"${TOKEN_VARIABLE}: a header of HTTP holds ASCII alone; choose letters and digits")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -31,7 +31,7 @@ from typing_extensions import TypedDict
 
 from rollouts.chat.plain_data import as_text
 from rollouts.chat.tool_parsing import CallRequest
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, kind_and_words
 from storage.records import ToolCall
 
 logger = logging.getLogger("millrace.tools")
@@ -156,8 +156,7 @@ async def _run(request: CallRequest, tools: dict[str, Tool], timeout: float) -> 
     if isinstance(result, str):
         return record(result=result, failed=False, seconds=seconds), None
     unavailable = result if isinstance(result, ToolUnavailable) else None
-    message = f"{type(result).__name__}: {result}" if str(result) else type(result).__name__
-    return record(result=f"error: {message}", seconds=seconds), unavailable
+    return record(result=f"error: {kind_and_words(result)}", seconds=seconds), unavailable
 
 
 async def _execute(function: Callable[..., Any], arguments: dict[str, Any]) -> str | BaseException:
@@ -171,7 +170,9 @@ async def _execute(function: Callable[..., Any], arguments: dict[str, Any]) -> s
             if inspect.isawaitable(value):  # an async function behind a decorator
                 value = await value
         return as_text(value)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything; the policy sees it
+    except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a tool may raise anything, a library in Rust its panic; the policy sees it
         return error
 
 

@@ -22,8 +22,18 @@ from rollouts.engines.draws import seed_of
 from rollouts.engines.engine import Engine, EngineError
 from rollouts.rewards.reward_shaping import check_weights, shaped
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
-from rollouts.workflow import CONTEXT, OWED, Score, Workflow, WorkflowContext, WrongWorkflow, as_score, as_scores
-from settings.errors import failure_text
+from rollouts.workflow import (
+    CONTEXT,
+    OWED,
+    Score,
+    Workflow,
+    WorkflowContext,
+    WrongWorkflow,
+    as_score,
+    as_scores,
+    place_of,
+)
+from settings.errors import failure_text, kind_and_words
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
 from storage.log.claims import BY_MOMENT
@@ -115,9 +125,16 @@ class Player:
             noise = 1e-6 * max(map(abs, scores), default=0.0) + 1e-9
             if scores and max(scores) - min(scores) <= noise:
                 return f"uniform reward {scores[0]:g}"
-        if not self.workflow.accept(group):
-            return f"{type(self.workflow).__name__}.accept said no"
-        return ""
+        accept = self.workflow.accept
+        try:
+            is_accepted = bool(accept(group))
+        except Exception:
+            raise
+        except BaseException as error:
+            if is_of_caller(error):
+                raise
+            raise WrongWorkflow(f"accept raised {kind_and_words(error)}; it is at {place_of(accept)}") from error
+        return "" if is_accepted else f"{type(self.workflow).__name__}.accept said no"
 
     async def _scored_together(self, task: Task, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Rewards that depend on the other attempts, if the workflow has such."""
@@ -132,12 +149,12 @@ class Player:
                 scores = as_scores(returned, self.workflow.score_group, num_attempts=len(usable))
         except WrongWorkflow:
             raise
-        except (Exception, asyncio.CancelledError) as exception:  # user code may raise anything; none has a reward now
-            if isinstance(exception, asyncio.CancelledError) and is_cancelled():
+        except BaseException as exception:
+            if is_of_caller(exception):
                 raise
             self._stop_if_told(exception, task)
             status: Status = "timeout" if isinstance(exception, (TimeoutError, RewardTimeout)) else "reward_error"
-            error = failure_text(exception, f"score_group: {type(exception).__name__}: {exception}")
+            error = failure_text(exception, f"score_group: {kind_and_words(exception)}")
             for trajectory in usable:
                 changed[trajectory.attempt] = dataclasses.replace(trajectory, status=status, reward=None, error=error)
         else:
@@ -195,10 +212,8 @@ class Player:
             status, error = "engine_error", without_secrets(str(exception))
         except ToolUnavailable as exception:
             status, error = "tool_error", failure_text(exception, str(exception))
-        except (Exception, SystemExit) as exception:  # noqa: BLE001 - user code may raise anything; recorded, counted, never reward 0
-            status, error = "env_error", failure_text(exception)
-        except asyncio.CancelledError as exception:
-            if is_cancelled():
+        except BaseException as exception:
+            if is_of_caller(exception):
                 raise
             status, error = "env_error", failure_text(exception)
         generate_seconds = sum(turn.generate_seconds for turn in chat.turns)
@@ -223,11 +238,15 @@ class Player:
             raise RewardTimeout(f"{exception}, at task {task.id!r}; reward.on_timeout is `fail`") from exception
 
 
-def is_cancelled() -> bool:
-    """True if the current task is being cancelled. Otherwise user code raised its `CancelledError` itself, or awaited a
-    task that was cancelled: an error like any other."""
+def is_of_caller(error: BaseException) -> bool:
+    """True for what ends the current task or process from outside. All else is an error of the user's code: also the
+    panic of a library in Rust, which is no `Exception`, and a `CancelledError` that it raised itself or got from a task
+    that was cancelled."""
     task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    cancelled = task is not None and task.cancelling() > 0
+    return isinstance(error, KeyboardInterrupt | GeneratorExit) or (
+        isinstance(error, asyncio.CancelledError) and cancelled
+    )
 
 
 def token_bytes(group: RolloutGroup) -> int:

@@ -41,6 +41,7 @@ from rollouts.production.prompts import PromptOrder, task_set
 from rollouts.rewards.scoring import RewardPool
 from rollouts.sandbox.sandbox import require_sandbox
 from rollouts.workflow import Workflow
+from settings.errors import failure_text
 from settings.evaluation import EvaluationSettings
 from settings.run_file import RunConfig
 from storage.log.claims import is_fixed
@@ -367,9 +368,9 @@ class RolloutWorker:
             raise EngineError("this worker is closed: the evaluation is made again by the next start")
 
     async def close(self) -> None:
-        """Stop producing, release the engine and the reward processes, commit what has finished."""
+        """Stop producing, release the engine and the reward processes, commit what has finished. The workflow's own
+        `close` comes last: it may never return, and nothing else must be lost by that."""
         finished = await self._executor.close()
-        await self.player.workflow.close()
         if "rollouts.endpoint.agent_endpoint" in sys.modules:  # nothing else can have started one
             from rollouts.endpoint.agent_endpoint import close_agent_endpoint
 
@@ -378,6 +379,10 @@ class RolloutWorker:
         await self.served.engine.stop()
         await self._commit_groups(finished, seconds=0.0)
         await self.leases.presence.leave()
+        try:
+            await self.player.workflow.close()
+        except Exception as error:  # noqa: BLE001 - user code may raise anything, and all else is done
+            logger.warning("the workflow's close() failed: %s", failure_text(error))
 
     def _is_committed(self, group: RolloutGroup) -> bool:
         """True if another worker has committed this prompt, or this very attempt at it that came to nothing."""

@@ -108,8 +108,8 @@ def load_reward(path: str, *, name: str = "") -> tuple[Callable[..., Any], Rewar
     except TypeError as error:
         raise InvalidInput(f"{path} cannot be called as function(reply, answer): {error}") from None
     name = name or function.__name__
-    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name[0] in "-.":
-        raise InvalidInput(f"rewards name {name!r}: use letters, digits, dot, dash and underscore")
+    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name[0] in "-." or len(name) > 100:
+        raise InvalidInput(f"rewards name {name!r}: use letters, digits, dot, dash and underscore, at most 100")
     digest = sha256_of_file(source_file(function))
     return function, RewardSet(name=name, reward=path, reward_sha256=digest)
 

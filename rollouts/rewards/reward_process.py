@@ -39,7 +39,9 @@ def main() -> None:
         except MemoryError:  # what is left of a process without memory cannot be relied on
             why = "MemoryError: it needed more memory than the run file's reward.memory_gb allows"
             text = json.dumps({"id": request["id"], "error": why, "is_last": True})
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is recorded
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, a library in Rust its panic; it is recorded
             text = json.dumps({"id": request["id"], "error": failure_text(error)})
         replies.write(text.encode() + b"\n")
         _replace_standard_streams(worker_stderr)  # the function may have closed them

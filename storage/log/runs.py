@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import operator
 import os
 import platform
 import re
@@ -213,7 +214,10 @@ def find_policy(log: RunLog, version: int | None) -> Policy:
     state = log.state
     if state.live is None:
         raise InvalidInput(f"run {log.run_id!r} has no policy yet; train it first")
-    number = state.newest_version if version is None else version
+    try:
+        number = state.newest_version if version is None else operator.index(version)  # NumPy has whole numbers too
+    except TypeError:
+        raise InvalidInput(f"policy version {version!r} is no whole number") from None
     if number not in state.policies:
         raise InvalidInput(f"run {log.run_id!r} has no policy version {number}; it has 0 to {state.newest_version}")
     if number in state.retired_policies:

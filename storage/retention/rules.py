@@ -198,7 +198,7 @@ def make_rules(*, keep_last: int, keep_every: int, older_than: str, max_size: st
 
 
 def _number(name: str, text: str, units: dict[str, float], *, example: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+)", text.strip())
     if match is None or match[2] not in units:
         raise InvalidInput(
             f"{name} = {text!r}: write a number and a unit, for example {example}; units: {', '.join(units)}"

@@ -7,6 +7,7 @@ finds it again if its store has moved; runs from before it was recorded are know
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from settings.errors import InvalidInput, UserError
@@ -116,7 +117,7 @@ def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
         raise RegistryUnavailable(f"there is no database {database}")  # a client would create it
     client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
     try:
-        get = client.get_model_version if name.isdigit() else client.get_model_version_by_alias
+        get = client.get_model_version if re.fullmatch(r"\d{1,9}", name) else client.get_model_version_by_alias
         version = get(log.run_id, name)
         run = client.get_run(version.run_id)
     except MlflowException as error:

@@ -19,6 +19,8 @@ from storage.records import Task
 from tasks.checks.playing import errors_of_users
 from tasks.checks.trial import check_tasks
 
+_MOST_TASKS = 10_000_000
+"""Every process keeps all of them, and their ids are compared."""
 _SECONDS_FOR_TASKS = 2.0
 """Tasks that take no longer to make are made twice."""
 
@@ -81,6 +83,9 @@ def load_tasks(workflow: Workflow, config: RunConfig) -> dict[str, Sequence[Task
             raise InvalidInput(
                 f"{config.workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`"
             )
+        if len(members) > _MOST_TASKS:
+            what = f"{config.workflow} has {len(members):,} tasks in split {split!r}, and every process keeps them all"
+            raise InvalidInput(f"{what}; return at most {_MOST_TASKS:,}, at {where}")
         check_tasks(members, split, where=where)
         if len(again) != len(members) or any(
             repr(one) != repr(other) for one, other in zip(again, members, strict=True)

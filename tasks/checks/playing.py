@@ -21,7 +21,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from rollouts.chat.chat import Chat
-from rollouts.production.attempts import give_threads, is_cancelled
+from rollouts.production.attempts import give_threads, is_of_caller
 from rollouts.rewards.scoring import RewardPool, set_reward_pool
 from rollouts.workflow import CONTEXT, Score, Workflow, WorkflowContext, WrongWorkflow, as_score, as_scores, place_of
 from settings.errors import (
@@ -42,6 +42,8 @@ logger = logging.getLogger("millrace.preflight")
 
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 _BLOCKED_SECONDS = 10.0
+_CLOSE_SECONDS = 20.0
+"""As long a run waits for a worker to close."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class Outcome:
     """How one task went."""
 
     reward: float | None
-    error: Exception | None
+    error: BaseException | None
     is_known: bool
     """Every reply was the workflow's own: its reference, or one of its demonstrations."""
     turns: list[tuple[list[int], list[int]]]
@@ -221,21 +223,22 @@ async def _attempts(
         CONTEXT.set(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
         set_reward_pool(rewards)
         chat, reward = ScriptedChat(task, reply, parser, config), None
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             async with asyncio.timeout(seconds):
                 score = as_score(await workflow.run(task, chat), workflow.run)
             reward = score.reward
-            await _group(workflow, task, chat, score)
+            async with asyncio.timeout(seconds):
+                await _group(workflow, task, chat, score)
         except SystemExit as raised:
             what = f"{workflow.run.__qualname__} ended with SystemExit({raised.code!r})"
             error = WrongWorkflow(f"{what}; raise another error, or return a score. It is at {place_of(workflow.run)}")
-        except asyncio.CancelledError as raised:
-            if is_cancelled():
+        except BaseException as raised:
+            if is_of_caller(raised):
                 raise
-            what = f"{workflow.run.__qualname__} raised {failure_text(raised)}"
-            error = WrongWorkflow(f"{what}; raise another error. It is at {place_of(workflow.run)}")
-        except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is the outcome
+            if isinstance(raised, asyncio.CancelledError):
+                what = f"{workflow.run.__qualname__} raised {failure_text(raised)}"
+                raised = WrongWorkflow(f"{what}; raise another error. It is at {place_of(workflow.run)}")
             error = raised
             traceback.clear_frames(raised.__traceback__)  # coroutines that were not awaited warn while it is silent
         turns = [(turn.context_ids, turn.sampled_ids) for turn in chat.turns]
@@ -247,7 +250,8 @@ async def _attempts(
             return await asyncio.gather(*(play(split, task) for split, task in tasks))
         finally:
             with errors_of_users(f"{type(workflow).__name__}.close()", workflow.close):
-                await workflow.close()
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await workflow.close()
             if "rollouts.endpoint.agent_endpoint" in sys.modules:  # what was not imported was not started
                 from rollouts.endpoint.agent_endpoint import close_agent_endpoint
 

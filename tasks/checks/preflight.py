@@ -219,6 +219,8 @@ def check_tracking(uri: str) -> None:
         raise InvalidInput(
             f"{shown}: MLflow writes into no folder any more; use a file, sqlite:///{file}, or http(s)://…"
         )
+    elif parsed.scheme == "sqlite" and not ((database := sqlite_file(uri)) and database.name and not database.is_dir()):
+        raise InvalidInput(f"{shown} names no file; write sqlite:///FOLDER/mlflow.db")
     elif parsed.scheme in ("", "file", "sqlite"):
         path = (sqlite_file(uri) or store_folder(uri) or Path(parsed.path)).expanduser().resolve()
         folder = path.parent if parsed.scheme == "sqlite" else path

@@ -86,7 +86,7 @@ def check_tasks(tasks: Sequence[Task], split: str, *, where: str) -> None:
                 f"task {task.id!r} of split {split!r}: metadata is a {kind}, not a dictionary, at {where}"
             )
         try:
-            json.dumps(task.metadata)
+            json.dumps(task.metadata, sort_keys=True)  # as its digest is made: keys of two types have no order
         except (TypeError, ValueError) as error:
             what = f"task {task.id!r} of split {split!r}: its metadata are no JSON ({error})"
             raise InvalidInput(f"{what}; use text, at {where}") from None
@@ -330,7 +330,7 @@ def _lost(outcome: Outcome, compares: bool) -> str:
 _SIGNATURE = re.compile(r"\(\) (?:got an unexpected keyword|missing \d+ required|takes .* positional arguments?\b)")
 
 
-def _is_certain(error: Exception) -> bool:
+def _is_certain(error: BaseException) -> bool:
     """True if no other reply could have avoided it: a name that is nowhere, a field that our objects do not have, a
     call with other arguments than the function has, and what our rewards say of the task or the machine."""
     ours = isinstance(error, AttributeError) and type(error.obj).__module__.partition(".")[0] in ("rollouts", "storage")
@@ -340,7 +340,7 @@ def _is_certain(error: Exception) -> bool:
     return ours or calls_amiss or issubclass(_kind(error), NameError | ImportError | InvalidInput)
 
 
-def _kind(error: Exception) -> type[BaseException]:
+def _kind(error: BaseException) -> type[BaseException]:
     """The class of an error, or if a reward process only has its name, the one of that name."""
     if not isinstance(error, RewardFailed):
         return type(error)
@@ -349,7 +349,7 @@ def _kind(error: Exception) -> type[BaseException]:
     return kind if isinstance(kind, type) else OSError
 
 
-def _is_of_a_server(error: Exception) -> bool:
+def _is_of_a_server(error: BaseException) -> bool:
     """True for what may be different when the run is under way: networks, servers, time."""
     of_a_network = type(error).__module__.partition(".")[0] in ("aiohttp", "httpx", "openai", "requests")
     return of_a_network or isinstance(error, RewardTimeout | ToolUnavailable) or issubclass(_kind(error), OSError)

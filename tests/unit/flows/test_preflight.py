@@ -80,7 +80,7 @@ def test_other_tasks_than_those_of_the_run_are_refused_or_adopted(tmp_path: Path
 
 
 def test_a_task_whose_metadata_no_digest_can_be_of_is_named() -> None:
-    for value in ({1, 2}, np.int64(3), object()):
+    for value in ({1, 2}, np.int64(3), object(), {"a": 1, 2: 3}):
         with pytest.raises(InvalidInput, match="of split .train.: its metadata are no JSON .*; use text, at x:1"):
             trial.check_tasks([Task(id="a", prompt="?", metadata={"n": value})], "train", where="x:1")  # type: ignore[dict-item]
 

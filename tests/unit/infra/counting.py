@@ -64,6 +64,10 @@ class FollowedError(RuntimeError):
         self.rank = rank
 
 
+async def _leave() -> None:
+    raise SystemExit(3)
+
+
 class Counting:
     """Counts its calls."""
 
@@ -73,6 +77,10 @@ class Counting:
     async def open(cls, *, start: int) -> Counting:
         """An object that counts from `start`."""
         return cls(start)
+
+    async def leave_in_a_task(self) -> None:
+        """Await a task that leaves Python, as a user's code may."""
+        await asyncio.gather(_leave(), asyncio.Event().wait())
 
     def __init__(self, start: int) -> None:
         self._count = start

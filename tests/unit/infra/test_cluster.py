@@ -62,6 +62,14 @@ async def test_a_worker_names_the_run_itself_and_the_step_it_works_on_in_its_log
     assert line.items() >= {"run": "my-run", "worker": "talker", "call": "warn", "step": 5}.items()
 
 
+async def test_a_task_that_leaves_python_ends_its_worker_with_its_place_in_the_log(cluster: Cluster) -> None:
+    worker = await cluster.host("leaver", _COUNTING)
+    await worker.call("open", start=0)
+    with pytest.raises(WorkerDied, match=r"leaver died during leave_in_a_task\(\); its log is"):
+        await worker.call("leave_in_a_task")
+    assert "in _leave\n    raise SystemExit(3)\n" in worker.log_file.read_text()
+
+
 async def test_a_call_runs_on_every_rank_and_returns_the_first_ones_result(cluster: Cluster) -> None:
     group = await _group(cluster, 3, "trio")
     await group.prepare({"OMP_NUM_THREADS": "3"})

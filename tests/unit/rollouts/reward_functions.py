@@ -113,6 +113,10 @@ def leaving(reply: str) -> float:
     sys.exit(0)
 
 
+def panicking(reply: str) -> float:
+    raise type("Panic", (BaseException,), {})("index out of range")
+
+
 def shouting(reply: str) -> float:
     """Writes what looks like an answer into everything that is open."""
     for descriptor in range(3, 32):

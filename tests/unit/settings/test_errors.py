@@ -17,6 +17,7 @@ import pytest
 
 from rollouts.environments.environments import returns
 from settings.errors import MOST_CHARACTERS, MOST_FRAMES, failure_text, failure_text_of_output, in_one_line, place_of
+from tests.builders import Wordless
 from tests.conftest import PROJECT
 
 CODE = """
@@ -100,6 +101,12 @@ def test_it_is_short_and_says_no_secret(user: Any, monkeypatch: pytest.MonkeyPat
     assert deep.startswith("ZeroDivisionError: division by zero\n") and deep.count("\n") == MOST_FRAMES
     long = _text(user.long_message)
     assert len(long) <= MOST_CHARACTERS and long.startswith("OSError: begin x") and "x end\n  at env.py" in long
+
+
+def test_an_error_without_words_has_its_kind_and_one_of_a_million_words_costs_none():
+    assert failure_text(Wordless()) == "Wordless"
+    text = failure_text(ValueError(f"first {'password=' * 10**6} last"))
+    assert text.startswith("ValueError: first ") and text.endswith(" last") and len(text) <= MOST_CHARACTERS
 
 
 def test_frames_from_another_process_stand_before_those_of_this_one(user: Any):

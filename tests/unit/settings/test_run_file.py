@@ -69,6 +69,13 @@ def _file(folder: Path, text: str) -> Path:
             "engine.vllm = {'data_parallel_size': 2}: each worker has one engine; set rollout.num_workers for more of "
             "them",
         ),
+        (
+            "engine.vllm.max_model_len = 64",
+            "engine.vllm = {'max_model_len': 64}: max_model_len Millrace gives to vLLM itself; set "
+            "engine.max_model_len",
+        ),
+        ("engine.vllm.model = 'x'", "engine.vllm = {'model': 'x'}: model Millrace gives to vLLM itself; set model"),
+        ("'train.loss' = 'cispo'", "train.loss: in quotes a key with dots is one word; write it without quotes"),
     ],
 )
 def test_an_unknown_key_suggests_the_nearest_one_or_lists_those_there_are(keys: str, sentence: str) -> None:
@@ -201,6 +208,23 @@ def test_the_nearest_value_that_can_work_is_accepted(keys: str) -> None:
         ("step = 3", {}, "{file}:\n  step: no such key; did you mean 'steps'?"),
         ("", {"train.los": "none"}, "{file}:\n  train.los: no such key; did you mean 'train.loss'?"),
         ("steps = 3", {"steps.more": 1}, "{file}: cannot set steps.more, because steps is no table but 3"),
+        (
+            r'run = "a\u0000b"',
+            {},
+            r"{file}:" "\n" r"  run = 'a\x00b': it has a character that UTF-8 lacks, or NUL; rename it",
+        ),
+        (
+            "",
+            {"model": "/\udcff"},  # of a command line that is no UTF-8
+            r"{file}:"
+            "\n"
+            r"  model = '/\udcff': it has a character that UTF-8 lacks, or NUL; rename it",
+        ),
+        (
+            "[" + ".".join("a" * 3000) + "]",
+            {},
+            "{file}: its tables are nested too deeply; `millrace config` lists all keys",
+        ),
     ],
 )
 def test_the_error_of_a_file_or_an_override_names_the_file(

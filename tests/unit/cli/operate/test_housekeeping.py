@@ -81,6 +81,7 @@ def test_a_damaged_run_is_named_and_the_others_are_collected(log: RunLog) -> Non
 
 def test_what_cannot_be_meant_is_refused(log: RunLog) -> None:
     refused = {"--older-than soon": "'soon'", "--max-size '5 elephants'": "50GB"}
+    refused |= {f"--max-size {'9' * 400}GB": "write a number and a unit"}  # which no float holds
     refused |= {"--keep-last -1": "keep_last = -1", "nope": "runs there: run"}
     assert_refused("gc {} --yes", refused)
     assert len(_policies(log)) == 4

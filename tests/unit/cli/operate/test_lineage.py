@@ -74,6 +74,10 @@ def test_a_question_without_an_answer_says_why(log: RunLog) -> None:
     refused = {
         "run@champion": "no alias 'champion' (its aliases: rollout)",
         "run@9": "no registered version '9'",
+        "run@²": "no alias '²'",
+        f"run@{'9' * 5000}": "no registered version",
+        "run --trajectory 0.task1/²": "GROUP/ATTEMPT",
+        f"run --trajectory 0.task1/{'9' * 5000}": "GROUP/ATTEMPT",
         "run@": "run@rollout",
         "run@2 --policy 1": "MODEL@VERSION and --policy ask different things",
         "run --trajectory 0.task1/0 --verify": "--verify checks the files behind a policy",

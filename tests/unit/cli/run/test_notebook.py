@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import signal
+from typing import Any
+
 import pytest
 
 import millrace
-from settings.errors import NotFound
+from cli.run.flow import _awaited
+from cli.run.notebook import _outside_of_a_loop
+from cli.terminal.console import open_console
+from settings.errors import InvalidInput, NotFound
 from storage.log.run_log import RunLog
 from storage.objects.object_store import LocalStore
 
@@ -16,3 +25,35 @@ def test_a_store_is_a_path_or_a_text_and_a_run_that_is_not_there_is_named(log: R
     for name in (None, "other"):
         with pytest.raises(NotFound, match=f"no run '{name}' in .*; runs there: run"):
             millrace.open_run(name, store=store.root)  # type: ignore[arg-type]
+
+
+def test_a_policy_that_is_asked_for_by_no_whole_number_is_named(log: RunLog, store: LocalStore) -> None:
+    for version in ("3", 3.0, [3]):
+        with pytest.raises(InvalidInput, match="is no whole number"):
+            millrace.open_run("run", store=store.root).policy(version)  # type: ignore[arg-type]
+
+
+def test_an_interrupt_of_a_cell_ends_the_flow_in_its_thread(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Jupyter runs a cell: inside a loop, where the interrupt comes to a thread that only waits."""
+    for name in ("millrace", "prefect.flow_runs", "prefect.task_runs"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)  # and put back at the end
+    monkeypatch.setattr(logging.getLogger("prefect"), "level", logging.getLogger("prefect").level)
+
+    async def flow() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    def work() -> dict[str, Any]:
+        asyncio.run(_awaited(flow(), open_console(), lambda: None))
+        return {}
+
+    async def cell() -> None:
+        _outside_of_a_loop(work)
+
+    loop = asyncio.new_event_loop()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(cell())
+    loop.close()
+    assert "stopping; the same command continues" in capsys.readouterr().out

@@ -64,6 +64,26 @@ def test_batches_are_what_the_settings_multiply_to(home: Path) -> None:
     assert not (home / "store" / "runs").exists()
 
 
+def test_a_thread_of_a_users_module_does_not_keep_a_command_that_is_over(home: Path, tmp_path: Path) -> None:
+    source = "import threading\nfrom examples.arithmetic import Arithmetic\nclass Mine(Arithmetic): pass\n"
+    waits = "threading.Thread(target=threading.Event().wait, name='mine').start()\n"
+    (tmp_path / "mine.py").write_text(f"{source}{waits}")
+    words = [*DRY_RUN.split(), f"workflow={tmp_path / 'mine.py'}:Mine"]
+    dry_run = subprocess.run([sys.executable, "-m", "cli.main", *words], capture_output=True, text=True)
+    assert dry_run.returncode == 0 and "thread mine goes on: it ends now" in dry_run.stderr, dry_run.stderr
+
+
+def test_what_a_users_module_prints_is_not_in_the_json(home: Path, tmp_path: Path) -> None:
+    """Neither by `print`, nor by a program that it starts."""
+    source = "import os\nfrom examples.arithmetic import Arithmetic\nprint('hello')\nos.system('echo there')\n"
+    source += "os.sys.stdout.close()\nclass Mine(Arithmetic): pass\n"
+    (tmp_path / "mine.py").write_text(source)
+    words = [*DRY_RUN.split(), "--json", f"workflow={tmp_path / 'mine.py'}:Mine"]
+    dry_run = subprocess.run([sys.executable, "-m", "cli.main", *words], capture_output=True, text=True, check=True)
+    assert json.loads(dry_run.stdout)["train_tasks"] == 9800
+    assert {"hello", "there"} <= set(dry_run.stderr.splitlines())
+
+
 def test_parameters_are_counted_in_the_model_folder(home: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -49,6 +51,45 @@ def test_only_an_error_that_the_user_can_mend_is_one_line(capsys: pytest.Capture
         status, shown = _ending(error, capsys)
         assert status == 1 and shown.startswith("Traceback") and shown.endswith(f"{type(error).__name__}: no\n")
     assert _ending(KeyboardInterrupt(), capsys) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("shell", "status", "shown"),
+    [
+        ("$MILLRACE config >&-", 0, ""),
+        ("$MILLRACE config --json >&- 2>&-", 0, ""),
+        ("$MILLRACE status nothing 2>&-", 2, ""),
+        ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 $MILLRACE config train.kl | grep -c 'KL(policy ?'", 0, "3\n"),
+        ("PYTHONIOENCODING=latin-1 $MILLRACE config train.kl | grep -ac 'KL(policy ?'", 0, "3\n"),
+        ("COLUMNS=0 $MILLRACE config train.kl | grep -c coefficient", 0, "1\n"),
+        (
+            "mkdir gone && cd gone && rmdir ../gone && $MILLRACE runs",
+            2,
+            "error: the current folder was removed; change",
+        ),
+        (
+            "mkdir it && cd it && rmdir ../it && MILLRACE_HOME= $MILLRACE runs",
+            2,
+            "error: the current folder was removed",
+        ),
+    ],
+)
+def test_a_command_needs_neither_terminal_nor_streams_nor_utf_8_nor_a_folder(
+    tmp_path: Path, home: Path, shell: str, status: int, shown: str
+) -> None:
+    command = f"import sys; sys.path.insert(0, {str(PROJECT)!r}); from cli.main import app; app()"
+    line = "set -o pipefail; " + shell.replace("$MILLRACE", shlex.join([sys.executable, "-c", command]))
+    ended = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == status and "Traceback" not in ended.stderr, ended.stderr
+    assert (ended.stderr or ended.stdout).startswith(shown)
+
+
+def test_a_reader_that_has_read_enough_ends_a_command_quietly() -> None:
+    command = "import typer; from cli.terminal.errors import explained\ntry:\n  with explained():\n    while True: "
+    command += "print('line', flush=True)\nexcept typer.Exit as ended: raise SystemExit(ended.exit_code)"
+    line = f"set -o pipefail; {shlex.join([sys.executable, '-c', command])} | head -n 1"
+    ended = subprocess.run(["bash", "-c", line], cwd=PROJECT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGPIPE, "line\n", "")
 
 
 def test_the_first_error_of_a_group_decides(capsys: pytest.CaptureFixture[str]) -> None:

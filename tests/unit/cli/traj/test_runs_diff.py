@@ -84,5 +84,13 @@ def test_the_first_thing_that_differs_is_named(
         assert ("id" not in each) or f"traj diff a {each['id']} {each['id']} --run-b b" in shown
 
 
+def test_of_a_step_whose_shard_is_gone_the_log_is_compared(store: LocalStore) -> None:
+    for run, norm in (("a", 2.0), ("b", 2.5)):
+        _a_run(store, run, norm=norm)
+    store.delete(["runs/a/shards/s0.arrow", "runs/a/shards/s1.arrow"])
+    assert "left out: shard s0: the file is missing" in (shown := printed("diff a b", columns=200))
+    assert "2 gradient" in " ".join(shown.split())
+
+
 def test_bits_apart_counts_float32_between_two() -> None:
     assert [bits_apart(-0.5, -0.5), bits_apart(-0.5, NEXT), bits_apart(-1.0, -1.0 - 4 * 2.0**-23)] == [0, 1, 3]

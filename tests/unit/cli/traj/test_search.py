@@ -117,7 +117,7 @@ def test_a_bad_filter_is_one_sentence_before_anything_is_indexed(log: RunLog, ho
         "--step 0": "--step 0: the run has steps 1 to 1",
     }
     refused |= {f"--reward '{text}'": "write a comparison" for text in ("<", "=<1", "<nan", "<1e999")}
-    refused |= {f"--version '{text}'": "write a policy version or a range" for text in ("..", "3 7", "new")}
+    refused |= {f"--version '{text}'": "write a policy version or a range" for text in ("..", "3 7", "new", "9" * 5000)}
     for options, sentence in refused.items():
         stderr = typed(f"traj search run off {options}", status=2).stderr
         assert sentence in stderr and len(stderr.splitlines()) == 1

@@ -114,6 +114,7 @@ def test_what_cannot_be_shown_is_one_sentence(log: RunLog):
         "0.task9/0": "no group '0.task9'",
         "0.task0/9": "no 0.task0/9",
         "0.task0": "write GROUP/ATTEMPT",
+        f"0.task0/{'9' * 5000}": "write GROUP/ATTEMPT",
         "0.task0/0 --worst": "leave out --worst",
         "--worst --best": "exclude each other",
         "--step 7": "steps 1 to 1",

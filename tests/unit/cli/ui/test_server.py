@@ -231,6 +231,44 @@ def test_only_its_own_hosts_and_pages_are_answered(gated: RunLog, store: LocalSt
     )
 
 
+@pytest.mark.parametrize("part", ["overview", "steps", "lineage", "contents", "trajectory", "trajectories", "index"])
+def test_what_a_part_cannot_be_asked_is_a_sentence(store: LocalStore, get: Get, part: str) -> None:
+    """Also names that our own functions give to what they are called with."""
+    a_trained_run(store)
+    for name in ("self", "run", "part", "watched", "opened", "nothing"):
+        assert get(f"runs/run/{part}", 400, **{name: "1"}) == f"there is no filter {name}"
+
+
+def test_requests_that_no_page_of_ours_makes_are_refused(client: TestClient, store: LocalStore) -> None:
+    """Numbers that Python does not read, hosts and origins that are no address, bodies that are no JSON or endless."""
+    a_trained_run(store)
+    digits, promote = "9" * 5000, "/api/runs/run/promote"
+    for asked in (
+        "steps?first=",
+        "lineage?version=",
+        "lineage?version=²",
+        "trajectories?step=",
+        "trajectories?length=",
+    ):
+        number = "" if asked.endswith("²") else digits
+        assert client.get(f"/api/runs/run/{asked}{number}").status_code == 400, asked
+    assert client.get("/api/runs", headers={"Host": "[::1"}).status_code == 421
+    assert client.post(promote, json={"version": 1}, headers={**HEADER, "Origin": "http://[::1"}).status_code == 403
+    for body, status in {
+        '{"version": NaN}': 422,
+        '{"version": 1e400}': 422,
+        '{"version": "\\ud800"}': 422,
+        '{"version": ' + digits + "}": 400,
+        "[" * 20_000: 413,
+    }.items():
+        answer = client.post(promote, content=body, headers={**HEADER, "Content-Type": "application/json"})
+        assert answer.status_code == status, body[:20]
+    answer = client.post(promote, content='{"version": []}', headers={**HEADER, "Content-Type": "application/json"})
+    assert answer.json() == {"error": "body.version: Input should be a valid integer"}
+    endless = client.post("/api/login", content=iter([b" " * 20_000]), headers=HEADER)
+    assert endless.status_code == 413, "no length is said"
+
+
 def test_with_a_token_nothing_is_told_without_it(
     gated: RunLog, store: LocalStore, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,9 +309,8 @@ def test_the_command_serves_until_it_is_interrupted(store: LocalStore, home: Pat
 
 def test_what_cannot_be_served_is_one_sentence(store: LocalStore) -> None:
     a_trained_run(store)
-    assert_refused(
-        "ui --no-browser {}", {"nothing": "no run 'nothing'", "--host 203.0.113.1": "cannot listen on 203.0.113.1"}
-    )
+    refused = {"nothing": "no run 'nothing'", "--host 203.0.113.1": "cannot listen on 203.0.113.1"}
+    assert_refused("ui --no-browser {}", refused | {"--host ''": "0.0.0.0 listens on all"})
 
 
 def test_untrusted_text_is_json_and_nothing_else(client: TestClient, store: LocalStore) -> None:

@@ -25,6 +25,7 @@ from rollouts.chat.tool_parsing import CallRequest
 from rollouts.chat.tools import Tool, ToolUnavailable, run_calls, tool, tools_of
 from rollouts.workflow import Score, Workflow, workflow_context
 from storage.records import RolloutGroup, Task, ToolCall
+from tests.builders import Panic, Wordless
 from tests.conftest import PROJECT
 from tests.unit.rollouts.scripted_text import an_engine, play_group
 
@@ -217,7 +218,14 @@ def test_what_a_tool_raises_is_told_to_the_policy_even_an_exit():
 
     circle: list[Any] = []
     circle.append(circle)
-    functions = [lambda: 1 / 0, leave, lambda: sys.exit(3), lambda: circle, lambda: next(iter(()))]
+
+    def panic() -> None:
+        raise Panic("index out of range")
+
+    def fail() -> None:
+        raise Wordless
+
+    functions = [lambda: 1 / 0, leave, lambda: sys.exit(3), lambda: circle, lambda: next(iter(())), panic, fail]
     tools = [_no_parameters(function, f"tool{number}") for number, function in enumerate(functions)]
     calls = _calls(*[(each.name, "{}") for each in tools], tools=tools)
     assert all(call.failed for call in calls)
@@ -227,6 +235,8 @@ def test_what_a_tool_raises_is_told_to_the_policy_even_an_exit():
         "error: SystemExit: 3",
         "error: ValueError: Circular reference detected (id repeated)",
         "error: RuntimeError: coroutine raised StopIteration",
+        "error: Panic: index out of range",
+        "error: Wordless",
     ]
 
 

@@ -14,11 +14,11 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.attempts import Player
 from rollouts.production.evaluation import Tally
 from rollouts.rewards.scoring import RewardPool, RewardTimeout, score, score_all
-from rollouts.workflow import Score, Workflow, workflow_context
+from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
 from settings.reward import RewardSettings
 from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.codec import summarise
-from tests.builders import a_config
+from tests.builders import Panic, Wordless, a_config
 from tests.unit.rollouts.reward_functions import for_ever, length, nothing
 
 pytestmark = pytest.mark.server
@@ -133,8 +133,31 @@ def test_what_is_not_finite_is_no_reward_and_reaches_neither_log_nor_score(token
 
 
 def test_what_user_code_raises_ends_its_attempt_and_no_other(tokens: ChatTokens):
-    group = _group(tokens, _Given(SystemExit(3), KeyError("a"), asyncio.CancelledError(), 1.0))
-    assert [(each.status, each.reward) for each in group.trajectories] == [*[("env_error", None)] * 3, ("ok", 1.0)]
+    for raised in ((SystemExit(3), KeyError("a"), asyncio.CancelledError()), (Panic("index"), Wordless(), Panic())):
+        group = _group(tokens, _Given(*raised, 1.0))
+        assert [(each.status, each.reward) for each in group.trajectories] == [*[("env_error", None)] * 3, ("ok", 1.0)]
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), Panic("index"), Wordless()])
+def test_what_the_comparison_of_attempts_raises_ends_no_worker(tokens: ChatTokens, raised: BaseException):
+    class Compares(_Given):
+        async def score_group(self, task: Task, attempts: Any) -> list[Score]:
+            raise raised
+
+    group = _group(tokens, Compares(1.0, 1.0, 0.0, 0.0))
+    assert [(each.status, each.reward) for each in group.trajectories] == [("reward_error", None)] * 4
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), Panic("index")])
+def test_an_accept_that_leaves_python_is_named(tokens: ChatTokens, raised: BaseException):
+    """In a worker the event loop would end with it, and nothing would be heard of that."""
+
+    class Leaves(_Given):
+        def accept(self, group: RolloutGroup) -> bool:
+            raise raised
+
+    with pytest.raises(WrongWorkflow, match=rf"accept raised {type(raised).__name__}: .*test_attempts\.py:"):
+        _group(tokens, Leaves(1.0, 1.0, 0.0, 0.0))
 
 
 class _LosesATask(_Given):

@@ -85,6 +85,13 @@ class Flaky(Digits):
         return await super().run(task, chat)
 
 
+class Clinging(Digits):
+    """Cannot let go of what it holds."""
+
+    async def close(self) -> None:
+        raise ConnectionError("no database")
+
+
 class Blocking(Digits):
     """As many attempts as a worker plays at once wait for each other, each in a thread."""
 
@@ -194,6 +201,14 @@ def run(tmp_path: Path, tokenizer_folder: Path) -> _Run:
 async def _collect(worker: RolloutWorker) -> Any:
     await worker.wait_for_work()
     return await worker.collect()
+
+
+async def test_a_workflow_that_cannot_close_costs_nothing_that_is_finished(
+    run: _Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    workflow = f"{__name__}:Clinging"
+    assert await run.collect(workflow=workflow) and run.committed()
+    assert "close() failed: ConnectionError: no database\n  at " in caplog.text
 
 
 async def test_collecting_commits_a_shard_of_a_batch(run: _Run, tokens: ChatTokens):

@@ -220,7 +220,7 @@ def test_edited_code_needs_a_new_name_that_is_a_file_name(log: RunLog, file: Pat
     _rescore(log, f"{file}:same", name="same-2")
     assert log.store.get(rewards_key(log, "same", "s0")) == kept
     assert log.state.rescored["same"].reward_sha256 != log.state.rescored["same-2"].reward_sha256
-    for no_file_name in ("../up", "a/b", ".hidden", "-x", "with space"):
+    for no_file_name in ("../up", "a/b", ".hidden", "-x", "with space", "a" * 101):
         with pytest.raises(ValueError, match="use letters"):
             load_reward(f"{file}:same", name=no_file_name)
 

@@ -224,6 +224,8 @@ async def test_what_never_ends_or_speaks_out_of_turn_has_failed_and_its_process_
 async def test_a_process_that_leaves_python_or_closes_its_streams_is_used_again():
     result, same = await _then_next(rewards.leaving, "")
     assert isinstance(result, RewardFailed) and "SystemExit" in str(result) and same
+    result, same = await _then_next(rewards.panicking, "")
+    assert isinstance(result, RewardFailed) and "Panic: index out of range" in str(result) and same
     result, same = await _then_next(rewards.closing, "")
     assert isinstance(result, Score) and result.reward == 1.0 and same
 

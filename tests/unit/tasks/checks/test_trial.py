@@ -22,6 +22,7 @@ from rollouts.chat.chat_tokens import ChatTokens
 from settings.errors import InvalidInput
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
+from tasks.checks import playing, trial
 from tasks.checks.loading import load_tasks, load_workflow
 from tasks.checks.preflight import check_run
 from tasks.checks.trial import check_references
@@ -52,6 +53,21 @@ def _check(folder: Path, methods: str, **settings: Any) -> None:
 
 
 _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1\n"
+
+
+@pytest.mark.parametrize("method", ["score_group(self, task, attempts)", "close(self)"])
+def test_a_method_that_never_returns_ends_the_check(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(playing, "_CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(trial, "_SECONDS", 0.5)
+    waits = f"async def {method}:\n    import asyncio\n    await asyncio.Event().wait()"
+    problem = (
+        contextlib.nullcontext() if "group" in method else pytest.raises(InvalidInput, match=r"Mine.close\(\): Ti")
+    )
+    with problem, contextlib.chdir(tmp_path):
+        _check(tmp_path, f"{_ASKS}{waits}")
+    assert "TimeoutError" in caplog.text or "group" not in method
 
 
 @pytest.mark.parametrize(
@@ -319,6 +335,11 @@ _ASKS = "async def run(self, task, chat):\n    await chat.ask('p')\n    return 1
             r"answer is a int, not text: use str\(answer\)",
         ),
         (
+            "def tasks(self, split):\n    return range(10**9)\nasync def run(self, task, chat):\n    return 1",
+            InvalidInput,
+            r"has 1,000,000,000 tasks in split 'train', .* return at most 10,000,000, at .*mine\.py:14",
+        ),
+        (
             "def tasks(self, split):\n    return ['p']\nasync def run(self, task, chat):\n    return 1",
             InvalidInput,
             r"tasks\('train'\) has a str, not a Task",
@@ -532,6 +553,8 @@ def test_a_learning_rate_that_is_unusual_for_the_model_is_a_warning_of_every_sta
         ),
         ({"tracking": "http://a b/"}, "tracking = 'http://a b/': no server answers"),
         ({"tracking": "sqlite:////no/where.db"}, "there is no folder /no"),
+        ({"tracking": "sqlite://"}, "tracking = 'sqlite://' names no file; write sqlite:///FOLDER/mlflow.db"),
+        ({"tracking": "sqlite:////tmp"}, "tracking = 'sqlite:////tmp' names no file"),
         ({"tracking": {"also": "wandb"}}, "tracking.also = \\['wandb'\\]: there is no key for Weights & Biases"),
     ],
 )
