@@ -53,7 +53,11 @@ def test_an_interrupt_of_a_cell_ends_the_flow_in_its_thread(
         _outside_of_a_loop(work)
 
     loop = asyncio.new_event_loop()
-    with pytest.raises(KeyboardInterrupt):
-        loop.run_until_complete(cell())
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process of pytest-xdist ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(cell())
+    finally:
+        signal.signal(signal.SIGINT, usual)
     loop.close()
     assert "stopping; the same command continues" in capsys.readouterr().out
