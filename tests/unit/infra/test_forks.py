@@ -47,6 +47,8 @@ def test_a_worker_and_its_children_have_what_the_source_has_imported(
     (scratch := tmp_path / "scratch").mkdir()
     monkeypatch.setenv("PYTHONPATH", f"{Path(forks.__file__).parents[1]}{os.pathsep}{tmp_path}")
     environment = {**os.environ, "X": "y", "TMPDIR": str(scratch)}
+    monkeypatch.setenv("LD_PRELOAD", "libm.so.6")  # as vLLM and users set it: jemalloc comes behind
+    environment["LD_PRELOAD"] = "libm.so.6"
     read, write = os.pipe()
     with imported_early(["early"], log=tmp_path / "imports.log"):
         asking = [*_ASKS, str(tmp_path / "worker.py"), "--a=b", "--serialized-runtime-env-context={}", "--language=P"]
@@ -61,7 +63,12 @@ def test_a_worker_and_its_children_have_what_the_source_has_imported(
     assert group == facts.pop("pid") != facts.pop("source"), "a group of its own: Ray kills that of an ended worker"
     assert facts == {
         **{"early": True, "ray": False, "argv": ["--a=b"], "folder": str(tmp_path), "X": "y", "served": True},
-        **{"allocator": "jemalloc", "preloaded": None, "child": [True, group, str(scratch), "jemalloc"], "exit": 0},
+        **{
+            "allocator": "jemalloc",
+            "preloaded": "libm.so.6",
+            "child": [True, group, str(scratch), "jemalloc"],
+            "exit": 0,
+        },
     }
 
 
