@@ -128,10 +128,8 @@ class Player:
         accept = self.workflow.accept
         try:
             is_accepted = bool(accept(group))
-        except Exception:
-            raise
         except BaseException as error:
-            if is_of_caller(error):
+            if isinstance(error, Exception) or is_of_caller(error):
                 raise
             raise WrongWorkflow(f"accept raised {kind_and_words(error)}; it is at {place_of(accept)}") from error
         return "" if is_accepted else f"{type(self.workflow).__name__}.accept said no"

@@ -38,8 +38,6 @@ class StoreError(UserError):
 class StoreFull(StoreError, DiskFull):
     """The store has no space for a write; nothing of it was written."""
 
-    may_pass = False
-
 
 class ConditionRefused(StoreError):
     """The store answers `If-None-Match` with an error, so `put_if_absent` is impossible."""
