@@ -3,16 +3,15 @@
 In: nothing; a Qwen3 of random weights, made on the spot. Out: a table, the bars it is held to, and JSON.
 
     python benchmarks/gpu_loop.py [--mode phases-0] [--mode split-0] [--mode split-1] [--mode trl] [--shape 0.6B]
-        [--rounds 6] [--prompts 64] [--attempts 8] [--max-tokens 512] [--cold-starts 20] [--peak-tflops 989]
-        [--seconds 900] [--json FILE] [--folder FOLDER]
+        [--rounds 6] [--prompts 64] [--attempts 8] [--max-tokens 512] [--cold-starts 20] [--seconds 900]
+        [--json FILE] [--folder FOLDER]
     python benchmarks/gpu_loop.py --device cpu --shape tiny --rounds 4 --prompts 4 --attempts 2 --max-tokens 16
 
 Each mode is `millrace train` as a user starts it, in a state folder of its own, but for what is compiled. Samples per
 second are from the end of the second step to the end of the last. A reward of a coin's toss gives every group a signal;
 replies of random weights end at the limit. Memory is what the driver says of each process, looked at all the time: of
-the engine when the trainer has most, and the other way round; nothing if it names no process, as in containers. FLOPs
-are those of `gpu_train_step.py` without attention: 8 · parameters · trained tokens, over the seconds of training steps.
-A mode that fails, or takes more than `--seconds`, is reported, and the next one runs; the JSON is written after each.
+the engine when the trainer has most, and the other way round; nothing if it names no process, as in containers. A
+mode that fails, or takes more than `--seconds`, is reported, and the next one runs; the JSON is written after each.
 Logs are kept if there is a `--folder`.
 
 On CPUs there is nothing to share: `phases-0` is left out, and bars are not looked at. **Not yet run on a GPU.**
@@ -122,8 +121,8 @@ class Work:
         return keys
 
 
-def make_model(shape: str, folder: Path) -> int:
-    """A random Qwen3 and its tokenizer, whose vocabulary is as large; returns its parameters."""
+def make_model(shape: str, folder: Path) -> None:
+    """A random Qwen3 and its tokenizer, whose vocabulary is as large."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -148,7 +147,6 @@ def make_model(shape: str, folder: Path) -> int:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     seal_folder(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 class Held:
@@ -245,9 +243,6 @@ def summarise(
     paused: Sequence[float],
     memory: Mapping[str, int],
     work: Work,
-    *,
-    parameters: int,
-    peak: float,
 ) -> dict[str, float]:
     """Numbers of one mode; `steps` are the seconds at which each was committed, and its metrics."""
     steady = steps[SKIPPED:]
@@ -265,7 +260,7 @@ def summarise(
         "round_seconds": seconds / len(steady),
         "train_tokens_per_second": trained / training,
         "generate_tokens_per_second": trained / generating if generating else 0.0,
-        "mfu": 8 * parameters * trained / training / peak,
+        "mfu": median("mfu"),
         "publish_seconds": statistics.median(paused) if paused else 0.0,
         "turns_share_of_round": turns * len(steady) / seconds,
         "engine_gap_first": steps[0][1].get("engine_gap", 0.0),
@@ -315,7 +310,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--cold-starts", type=int, default=0, help="short runs of one round by turns, after all else")
     parser.add_argument("--seconds", type=float, default=900.0, help="limit of each mode")
-    parser.add_argument("--peak-tflops", type=float, default=989.0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, help="a new one, in which model, stores and logs are kept")
     options = parser.parse_args(arguments)
@@ -367,7 +361,7 @@ def main() -> None:
         scratch = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-loop-")))
         scratch.mkdir(parents=True, exist_ok=True)
         model = scratch / "model"
-        sizes: dict[str, Any] = {"parameters": make_model(work.shape, model), "peak": options.peak_tflops * 1e12}
+        make_model(work.shape, model)
 
         def measured(mode: str) -> Mapping[str, float]:
             if mode == "trl":
@@ -376,7 +370,7 @@ def main() -> None:
                 sizes_of_work = {name: getattr(work, name) for name in ("rounds", "prompts", "attempts", "max_tokens")}
                 asked = [task.prompt for task in Coin().tasks("train")]
                 return run_trl(asked, toss, model, scratch / "trl", skipped=SKIPPED, **sizes_of_work)
-            return summarise(*run_mode(work, mode, model, scratch / mode, seconds=options.seconds), work, **sizes)
+            return summarise(*run_mode(work, mode, model, scratch / mode, seconds=options.seconds), work)
 
         for mode in sorted(options.mode or work.modes, key=lambda mode: mode == "trl"):  # it keeps the GPU's memory
             report.measure(mode, functools.partial(measured, mode))

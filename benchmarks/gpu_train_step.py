@@ -61,6 +61,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # started as a file, not as a module
 
+from trainers.data.operations import Operations  # noqa: E402
 from trainers.data.packing import position_ids  # noqa: E402
 from trainers.model.layout import Layout  # noqa: E402
 from trainers.model.model import PolicyModel, load_model  # noqa: E402
@@ -214,12 +215,9 @@ def make_packs(
 
 def flops_of(model: PolicyModel, packs: list[Pack]) -> float:
     """The operations of one step; the formula is at the head of this file."""
-    config: Any = model.causal_lm.config
-    linear = sum(m.weight.numel() for m in model.layers.modules() if isinstance(m, torch.nn.Linear))
-    linear += config.vocab_size * config.hidden_size
+    tokens = sum(len(pack.input_ids) for pack in packs)
     squares = sum(float(pack.layout.lengths_S.double().square().sum()) for pack in packs)
-    attention = 2 * config.num_attention_heads * config.head_dim * squares * config.num_hidden_layers
-    return 8.0 * linear * sum(len(pack.input_ids) for pack in packs) + 4 * attention
+    return 4 * Operations.of(model.causal_lm).forward(computed=tokens, predicted=tokens, pairs=squares / 2)
 
 
 def measure(step: Step, packs: list[Pack], *, device: torch.device, steps: int, peak_flops: float) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from torch.profiler import profile
 
 from benchmarks.workloads.trainer import config_of, random_groups, samples_of
 from cli.terminal.console import open_console
+from trainers.data.operations import Operations
 from trainers.data.samples import Samples
 
 KINDS = {
@@ -90,14 +91,9 @@ def peak_flops(dtype: torch.dtype) -> float:
 
 def needed_flops(trainer: Any, samples: Samples, rows: np.ndarray) -> float:
     """Operations in the matrix products of a step's passes over these rows; each shared token counts once."""
-    model = trainer.model.causal_lm
-    output = model.get_output_embeddings().weight.numel()
-    inner = sum(parameter.numel() for parameter in model.model.layers.parameters() if parameter.ndim == 2)
-    flops = 0.0
+    operations, flops = Operations.of(trainer.model.causal_lm), 0.0
     for pack in trainer._packs(samples, rows, mask_T=samples.mask_T, values={}):
-        computed = pack.layout.computed_T
-        num_computed = len(pack.input_ids) if computed is None else int(computed.max()) + 1
-        flops += 6.0 * (inner * num_computed + output * len(pack.positions))
+        flops += 3 * operations.forward(computed=pack.layout.num_computed, predicted=pack.num_predicted, pairs=0)
     return flops
 
 

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import psutil
 
-from storage.log.entries import Shard
+from storage.log.entries import Shard, Step
 from storage.tracking.metrics import SystemMetrics
+from tasks.checks.memory_plan import above_plan
 from trainers.timing import split_wait
+
+logger = logging.getLogger("millrace.train")
 
 _EVERY_SECONDS = 2.0
 _SHARE_OF_A_CORE = 0.01
@@ -66,8 +70,11 @@ def out_of_room(shards: Sequence[Shard], group_ids: Collection[str]) -> dict[str
 class RoundClock:
     """The clock of one driver; a round ends with `next_round`."""
 
-    def __init__(self, memory: PeakMemory) -> None:
+    def __init__(self, memory: PeakMemory, planned: Mapping[str, float]) -> None:
+        """`planned` is `tasks.checks.memory_plan.planned`."""
         self._memory = memory
+        self._planned = {f"planned_{name}": value for name, value in planned.items()}
+        self._above_plan: set[str] = set()
         self._system = SystemMetrics()
         self.next_round()
 
@@ -77,8 +84,20 @@ class RoundClock:
             **split_wait(self.waited_seconds, shards, num_producers=num_producers),
             "publish_seconds": self.publish_seconds,
             "peak_memory_bytes": float(self._memory.peak_bytes),
+            **self._planned,
             **await asyncio.to_thread(self._system.sample),
         }
+
+    def say_above_plan(self, step: Step) -> None:
+        """Warn, once for each, of what a step has taken more of than was planned."""
+        above = above_plan(step.metrics)
+        for name in above.keys() - self._above_plan:
+            logger.warning(
+                "step %d: %s. Other steps may take more still; train.tokens_per_microbatch is the cheapest to lower",
+                step.claim.step,
+                above[name],
+            )
+        self._above_plan |= above.keys()
 
     def next_round(self) -> None:
         """The step is committed."""

@@ -24,6 +24,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from infra.cluster import Cluster
@@ -42,7 +43,7 @@ from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.opening import open_store
 from storage.retention.retention import reading
 from tasks.checks.gpu_share import with_share
-from tasks.checks.memory_plan import with_engine_share
+from tasks.checks.memory_plan import Memory, memory_plan, planned, with_engine_share
 from tasks.checks.preflight import about_model
 from tasks.clock import PeakMemory, RoundClock
 from tasks.fleet import Fleet
@@ -79,8 +80,10 @@ class RunSession:
         num_engines: int = 1,
         names: str = "rollout",
         outside: bool = False,
+        planned: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`id` is that of the `Session` entry in the log, empty if it does not train; for the rest see `Fleet`."""
+        """`id` is that of the `Session` entry in the log, empty if it does not train; for `planned` see `RoundClock`,
+        for the rest `Fleet`."""
         self.id = id
         self.log = log
         self.trainer = trainer = TrainerHandle(log, cluster)
@@ -91,7 +94,7 @@ class RunSession:
         )
         engines: dict[str, Any] = {"num_engines": num_engines, "names": names, "outside": outside}
         self.fleet = Fleet(log, cluster, config=config, device=self.device, **engines)
-        self.clock = RoundClock(memory)
+        self.clock = RoundClock(memory, planned)
         self.progress = Progress(config.steps)
         mirror = self.mirror = TrackingMirror(log, tracking=tracking, is_trainer=bool(id))
         self.housekeeping = Housekeeping(mirror.log, config)
@@ -261,7 +264,9 @@ async def _session(
     gpus_per_engine = config.engine.num_gpus if num_engines else 1
     shares = max(1, num_engines * gpus_per_engine + num_ranks)
     config = with_share(config, num_gpus(), trains=trains)
-    config = with_engine_share(config, about_model(config), trains=trains)
+    about, here = about_model(config), Memory.of_this_machine()
+    config = with_engine_share(config, about, here, trains=trains)
+    options["planned"] = planned(memory_plan(config, about, here, trains=trains))
     places = {"log_folder": home() / "logs" / log.run_id, "home": home()}
     cluster = Cluster(**places, num_workers=shares, gpus_per_engine=gpus_per_engine)
     with PeakMemory() as memory:

@@ -192,6 +192,7 @@ async def train_step(session: RunSession, *, claim: Claim, config: RunConfig) ->
     else:
         session.progress.took(step)
         session.clock.next_round()
+        session.clock.say_above_plan(step)
         if claim.step == FIRST_STEPS and (problem := nothing_moves(session.log.state.steps, config)):
             logger.warning(problem)
     return step

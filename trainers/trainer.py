@@ -27,11 +27,12 @@ from settings.errors import InvalidInput
 from settings.run_file import RunConfig
 from settings.train import TrainSettings
 from trainers.critic import Critic
+from trainers.data.operations import Operations
 from trainers.data.samples import Samples
 from trainers.data.staleness import staleness_metrics
 from trainers.gap_probes import GapProbes, KeptPolicy
 from trainers.health import FiniteCheck, GapMeter, NonFinite
-from trainers.model.batches import Pack, Spread, attention_length, packs_of
+from trainers.model.batches import Pack, Spread, packs_of
 from trainers.model.distributed import (
     choose_device,
     give_back_device_memory,
@@ -93,7 +94,9 @@ class Trainer:
         self._sum_shards = functools.partial(sum_over_ranks, device=self.device)
         # What the ranks of a team have is the same: the first one's counts.
         self._sum = functools.partial(self._sum_shards, counts=team is None or team.rank == 0)
-        by_work = {"attention_length": attention_length(self.model.causal_lm)} if settings.balance == "flops" else {}
+        self._operations = Operations.of(self.model.causal_lm)
+        self._done = 0.0  # operations of this rank's passes for the step that is to come
+        by_work = {"attention_length": self._operations.attention_length} if settings.balance == "flops" else {}
         number, num_teams = dist.get_rank() // size, dist.get_world_size() // size
         self._spread = Spread(rank=number, world_size=num_teams, **by_work, team=team)
         self.probes = GapProbes(self.kept, self._logprobs, self._sum)
@@ -129,11 +132,13 @@ class Trainer:
         counts = begun or batch
         assert counts is not None
         replayed = {"routes_replayed": counts.num_routed / max(1, counts.num_trained)}
+        flops, self._done = float(self._sum(np.array([self._done]))[0]), 0.0
         return {
             **step_metrics(samples, updates),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "trained_tokens": float(counts.num_trained),
             "measured_groups": float(counts.num_measured),
+            "train_flops": flops,
             **(replayed if samples.routed_T is not None else {}),
             **staleness_metrics(lag_T, samples.mask_T, in_time_T, max_staleness=max_staleness),
         }
@@ -269,6 +274,7 @@ class Trainer:
             sums |= {**off_policy_sums(inputs), **output.sums, **router_sums}
             if self.critic is not None:
                 sums |= self.critic.backward(pack)
+                self._count(pack, num_predicted=0, passes=3)
             update.add(sums)
             update.num_packs += 1
         update.checks.append((finite, samples))
@@ -360,6 +366,7 @@ class Trainer:
                     values["reference"], _ = self._forward(self._reference or self.model, pack)
             if self.critic is not None and "values" in wanted:
                 values["values"] = self.critic(pack)
+                self._count(pack, num_predicted=0)
             for name in arrays.keys() & values.keys() if not pack.is_idle else ():
                 pack.to_tokens(values[name], arrays[name])
         # Each rank has filled in its own rows.
@@ -382,7 +389,14 @@ class Trainer:
             entropy_grad=entropy_grad,
             positions_N=pack.positions,
         )
+        backward = 2 if self._settings.lora is None else 1  # frozen weights need no gradient
+        self._count(pack, num_predicted=pack.num_predicted, passes=1 + backward * torch.is_grad_enabled())
         return logprobs, entropy
+
+    def _count(self, pack: Pack, *, num_predicted: int, passes: int = 1) -> None:
+        if not pack.is_idle:
+            sizes = {"computed": pack.layout.num_computed, "predicted": num_predicted, "pairs": pack.layout.num_pairs}
+            self._done += passes * self._operations.forward(**sizes)
 
     def _packs(
         self, samples: Samples, rows: np.ndarray, *, mask_T: np.ndarray, values: Mapping[str, np.ndarray]

@@ -16,6 +16,7 @@ import math
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +33,15 @@ from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE
 from storage.objects.opening import open_store
 from storage.objects.staging import staging_folder
 from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyWriter
-from trainers.model.distributed import agreed, on_every_rank, on_first_rank, peak_device_bytes, rank
+from trainers.model.distributed import (
+    agreed,
+    device_bytes,
+    num_ranks,
+    on_every_rank,
+    on_first_rank,
+    peak_flops,
+    rank,
+)
 from trainers.refusals import RefusedShards
 from trainers.run_trainer import RunTrainer
 from trainers.timing import time_budget
@@ -199,7 +208,7 @@ class TrainerWorker:
         except Exception as error:
             self._broken_off = failure_text(error)
             raise
-        cost = peak_device_bytes(self._trainer.trainer.device)
+        cost = device_bytes(self._trainer.trainer.device)
         if samples is not None:
             cost["engine_gap_seconds"] = self._trainer.trainer.probes.seconds
         return {**metrics, **cost, **begun}, load_seconds
@@ -233,6 +242,7 @@ class TrainerWorker:
         phases = {**phases, "save_seconds": measured - phases["load_seconds"] - phases["train_seconds"]}
         budget = time_budget({**metrics, **phases}, wall_seconds=round_seconds + measured)
         speed = {"tokens_per_second": metrics["trained_tokens"] / budget["round_seconds"]}
+        speed |= self._rate({**metrics, **phases})
         self._log.append(
             Step(
                 claim=claim,
@@ -247,6 +257,17 @@ class TrainerWorker:
                 owes=owed_by(self._log.state, claim, self._trainer.config),
             )
         )
+
+    def _rate(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """What a rank has computed in a second, and its share of what its GPU can, if that is known (Chowdhery et al.
+        2022, appendix B, https://arxiv.org/abs/2204.02311). Nothing of a step without a gradient."""
+        seconds = metrics["train_seconds"] + metrics.get("streamed_seconds", 0.0)
+        if "train_flops" not in metrics or seconds <= 0:
+            return {}
+        rate, peak = metrics["train_flops"] / num_ranks() / seconds, peak_flops(self._trainer.trainer.device)
+        if peak is None or self._trainer.config.train.computes_in != "bfloat16":
+            return {"train_flops_per_second": rate}
+        return {"train_flops_per_second": rate, "mfu": rate / peak}
 
     def _catch_up(self) -> None:
         """Read what rank 0 has committed."""

@@ -12,8 +12,8 @@ from typing import Any
 
 _DOCUMENT = Path(__file__).with_name("metrics.md")
 """A link to docs/metrics.md, so that it is installed with the code."""
-_SCALES = {"%": 100.0, "GiB": 2.0**-30, "MiB": 2.0**-20}
-"""Factor from a metric's own number, a share or bytes, to the unit in its title."""
+_SCALES = {"%": 100.0, "GiB": 2.0**-30, "MiB": 2.0**-20, "TFLOP": 1e-12, "TFLOP/s": 1e-12}
+"""Factor from a metric's own number, a share, bytes or operations, to the unit in its title."""
 FOLDED = "The machine"
 """The heading whose metrics are of the machine and not of the run."""
 

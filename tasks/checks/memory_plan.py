@@ -126,6 +126,38 @@ def plan_for(
     return devices
 
 
+TOLERANCE = 0.1
+"""By how much more than planned a step may have taken before it is said."""
+_MEASURED = {
+    "peak_memory_bytes": "memory of all processes",
+    "trainer_gpu_bytes": "GPU memory of the trainer",
+    "gpu_bytes": "memory of the trainer's GPU in all processes",
+}
+
+
+def planned(devices: Sequence[Device]) -> dict[str, float]:
+    """What a step should find, in bytes, by the names of its metrics: of the trainer's first GPU while it trains, or of
+    all processes if there are no GPUs. Empty without a plan."""
+    if devices and not devices[0].is_gpu:
+        return {"peak_memory_bytes": float(devices[0].needed)}
+    for device in devices[:-1]:
+        for trainer in (demand for demand in device.demands if demand.process == "trainer"):
+            others = [demand for demand in device.demands if demand is not trainer]
+            beside = sum(other.parts["libraries"] if device.by_turns else other.total for other in others)
+            held = trainer.total - trainer.parts["libraries"]
+            return {"trainer_gpu_bytes": float(held), "gpu_bytes": float(trainer.total + beside)}
+    return {}
+
+
+def above_plan(metrics: Mapping[str, float]) -> dict[str, str]:
+    """By name, what a step has taken more of than was planned, with both numbers."""
+    return {
+        name: f"{what}: {size(metrics[name])}, planned {size(plan)}"
+        for name, what in _MEASURED.items()
+        if (plan := metrics.get(f"planned_{name}")) and metrics.get(name, 0) > (1 + TOLERANCE) * plan
+    }
+
+
 def check_memory(config: RunConfig, about: Mapping[str, Any], here: Memory | None = None) -> None:
     """Raise `InvalidInput` for a run that needs more of a device than is free, with both and with what would fit."""
     parameters, here = num_parameters(config), here or Memory.of_this_machine()

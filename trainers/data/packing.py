@@ -74,17 +74,6 @@ def pack_groups(
     return [[row for part in pack for row in part] for pack in in_place]  # a group's rows stay behind one another
 
 
-def work_of(lengths: np.ndarray, *, attention_length: float) -> np.ndarray:
-    """The arithmetic of a row, in that of a token without attention: L + L² / `attention_length`, the length at which
-    attention takes as much as all else; infinite: tokens alone.
-
-    >>> work_of(np.array([10, 100]), attention_length=50)
-    array([ 12., 300.])
-    """
-    work: np.ndarray = lengths + np.square(lengths, dtype=np.float64) / attention_length
-    return work
-
-
 _LEVEL = 1.01
 """Ranks with no more than this multiple of the mean are as good as even."""
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 
-from trainers.data.packing import distribute_groups, new_tokens, pack_groups, position_ids, shared_tokens, work_of
+from trainers.data.operations import work_of
+from trainers.data.packing import distribute_groups, new_tokens, pack_groups, position_ids, shared_tokens
 from trainers.data.samples import Samples
 from trainers.model.layout import Layout
 from trainers.model.teams import Team
@@ -36,6 +36,7 @@ class Pack:
     sequences: torch.Tensor  # which sequence of the pack a token belongs to, int64
     layout: Layout  # where the sequences stand, and which of their tokens are the same
     positions: torch.Tensor  # where this rank predicts a sampled token: prompts and tools need no logits. Shape [N].
+    num_predicted: int  # how many such positions all ranks of the team have
     values: Mapping[str, torch.Tensor]  # whatever else was asked for per token, by name
     tokens: np.ndarray  # where each token stands in the samples' flat arrays
     is_last: np.ndarray  # true on a token that nothing follows: that of a row of one
@@ -57,26 +58,8 @@ class Spread:
 
     rank: int  # this one's number, or that of its team
     world_size: int
-    attention_length: float = math.inf  # ranks get as much arithmetic (`packing.work_of`); infinite: as many tokens
+    attention_length: float = math.inf  # ranks get as much arithmetic (`work_of`); infinite: as many tokens
     team: Team | None = None
-
-
-def attention_length(causal_lm: nn.Module) -> float:
-    """The length of a row at which its attention takes as much arithmetic as all else, for full causal attention.
-
-    A row of L tokens takes 2 P L multiplications and additions, P the weights that a token meets, and 2 q L² for its
-    attention, q the width of all heads of all layers, as a token sees half of the row on average.
-    """
-    config = causal_lm.config.get_text_config()
-    heads, inputs = config.num_attention_heads, causal_lm.get_input_embeddings().weight
-    width = config.num_hidden_layers * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    met = 0.0
-    for parameter in causal_lm.parameters():
-        if parameter.ndim == 2 and (parameter is not inputs or config.tie_word_embeddings):
-            met += parameter.numel()
-        elif parameter.ndim == 3:  # experts, of which a token meets a few
-            met += parameter.numel() / len(parameter) * getattr(config, "num_experts_per_tok", len(parameter))
-    return met / width
 
 
 def packs_of(
@@ -139,7 +122,8 @@ def build_pack(
     )
     if samples.routes_T is not None:
         layout.replay(torch.from_numpy(_routes(samples, tokens)).to(device).long())
-    positions = np.flatnonzero(samples.mask_T[next_token] & ~is_last & layout.is_own_T.numpy())
+    predicts_T = samples.mask_T[next_token] & ~is_last
+    positions = np.flatnonzero(predicts_T & layout.is_own_T.numpy())
     if not len(positions) and team is None:
         positions = np.zeros(1, np.int64)
     return Pack(
@@ -150,6 +134,7 @@ def build_pack(
         sequences=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)).to(device),
         layout=layout,
         positions=torch.from_numpy(positions).to(device),
+        num_predicted=int(np.count_nonzero(predicts_T)),
         values={name: shifted(values_T) for name, values_T in values.items()},
         tokens=tokens,
         is_last=is_last,

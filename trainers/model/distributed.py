@@ -148,13 +148,47 @@ def give_back_device_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def peak_device_bytes(device: torch.device) -> dict[str, float]:
-    """A metric: what this rank's allocator has held of its GPU at most since this was last asked; none on a CPU."""
+def device_bytes(device: torch.device) -> dict[str, float]:
+    """Metrics: what this rank's allocator has held of its GPU at most since this was last asked, and what all processes
+    hold of it now; none on a CPU."""
     if device.type != "cuda":
         return {}
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    return {"trainer_gpu_bytes": float(peak)}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"trainer_gpu_bytes": float(peak), "gpu_bytes": float(total - free)}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Operations a second that a GPU does at most on dense bfloat16 matrices, by NVIDIA's data sheets; None for a CPU
+    and for a GPU that is not in the table."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tera * 1e12 for part, tera in _PEAK_TFLOPS.items() if part in name), None)
+
+
+_PEAK_TFLOPS = {
+    "GB200": 2500,
+    "B200": 2250,
+    "H200 NVL": 835,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H800": 989,
+    "H20": 148,
+    "A100": 312,
+    "A800": 312,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "A10G": 70,
+    "A10": 125,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+}
+"""By a part of the GPU's name, the first that is in it; with accumulation in float32."""
 
 
 def kept_on_host() -> saved_tensors_hooks:

@@ -124,6 +124,13 @@ class Layout:
         """How many tokens the model computes, on all ranks of the team."""
         return int(self._computed_T.max()) + 1
 
+    @property
+    def num_pairs(self) -> int:
+        """How often a computed token sees another one or itself, if it sees all before it in its sequence."""
+        places_T = torch.arange(len(self._computed_T)) - self._starts_S.repeat_interleave(self.lengths_S)
+        places_U = places_T.new_zeros(self.num_computed).index_copy(0, self._computed_T, places_T)
+        return int((places_U + 1).sum())
+
     @functools.cached_property
     def taken_S(self) -> torch.Tensor | None:
         """The token of the pack that each state of this rank is of, on the device; None: a state for each token."""

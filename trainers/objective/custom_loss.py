@@ -24,7 +24,7 @@ LossFunction = Callable[..., LossOutput]
 _RESERVED = re.compile(
     r"loss|tokens|approx_kl|entropy|reference_kl|off_policy_kl|ratio|ratio_squared|importance.*|value_.*"
     r"|reward.*|null_reward_fraction|fraction_groups.*|grad_norm.*|critic.*|learning_rate|effective_sample_size"
-    r"|trained_.*|rejected_.*|staleness.*|masked_.*|engine_gap.*"
+    r"|trained_.*|train_flops|measured_groups|rejected_.*|staleness.*|masked_.*|engine_gap.*"
 )
 """Names that a step's metrics have with any loss."""
 

@@ -86,23 +86,21 @@ def _steps(seconds: float, **metrics: float) -> list[tuple[float, dict[str, floa
 
 def test_a_mode_in_numbers() -> None:
     found = summarise(
-        _steps(10.0, sleep_seconds=0.2, wake_seconds=0.3),
+        _steps(10.0, sleep_seconds=0.2, wake_seconds=0.3, mfu=0.4),
         [0.5, 0.7],
         {"engine_bytes": 5},
         _work(),
-        parameters=10**9,
-        peak=1e15,
     )
     assert found["samples_per_second"] == pytest.approx(51.2) and found["round_seconds"] == 10.0
     assert (found["train_tokens_per_second"], found["generate_tokens_per_second"]) == (500.0, 250.0)
-    assert found["mfu"] == pytest.approx(8e9 * 500 / 1e15) and found["publish_seconds"] == pytest.approx(0.6)
+    assert found["mfu"] == 0.4 and found["publish_seconds"] == pytest.approx(0.6)
     assert found["turns_share_of_round"] == pytest.approx(0.05) and found["engine_bytes"] == 5
 
 
 def test_bars_hold_or_are_missed() -> None:
     def mode(seconds: float, **metrics: float) -> dict[str, float]:
         memory = {"engine_bytes_while_training": GIB // 2}
-        return summarise(_steps(seconds, **metrics), [0.5], memory, _work(), parameters=1, peak=1.0)
+        return summarise(_steps(seconds, **metrics), [0.5], memory, _work())
 
     good = bars({"split-0": mode(20), "phases-0": mode(12), "split-1": mode(12)}, cold_starts=(20, 20))
     assert len(good) == 7 and all(holds for _, holds in good.values())
@@ -110,7 +108,7 @@ def test_bars_hold_or_are_missed() -> None:
     missed = {name for name, (_, holds) in bad.items() if not holds}
     assert len(missed) == 4, missed
     assert bars({"split-1": mode(1)}, cold_starts=(0, 0)) == {}
-    unseen = summarise(_steps(12), [0.5], {}, _work(), parameters=1, peak=1.0)
+    unseen = summarise(_steps(12), [0.5], {}, _work())
     assert not any("sleeping engine" in name for name in bars({"phases-0": unseen}, cold_starts=(0, 0)))
 
 
@@ -123,7 +121,7 @@ def test_a_mode_that_fails_hides_no_other_and_the_file_has_what_is_known_so_far(
     def fails() -> dict[str, float]:
         raise RuntimeError("phases-0 ended with 1")
 
-    good = summarise(_steps(20), [0.5], {}, _work(), parameters=1, peak=1.0)
+    good = summarise(_steps(20), [0.5], {}, _work())
     assert not report.measure("phases-0", fails) and "phases-0 ended with 1" in capsys.readouterr().err
     assert json.loads(file.read_text())["failures"] == {"phases-0": "RuntimeError: phases-0 ended with 1"}
     assert report.measure("split-0", lambda: good)

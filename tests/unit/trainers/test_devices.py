@@ -20,7 +20,7 @@ from trainers.critic import CriticModel
 from trainers.data.samples import Samples
 from trainers.model import attention
 from trainers.model.batches import build_pack
-from trainers.model.distributed import peak_device_bytes
+from trainers.model.distributed import device_bytes, peak_flops
 from trainers.model.experts import Routed
 from trainers.model.model import load_model
 
@@ -109,9 +109,30 @@ def test_each_step_reports_its_own_peak(monkeypatch: pytest.MonkeyPatch) -> None
     held = [5, 3]
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: max(held))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: held.remove(max(held)))
-    reported = [peak_device_bytes(torch.device("cuda", 0)) for _ in range(2)]
-    assert reported == [{"trainer_gpu_bytes": 5.0}, {"trainer_gpu_bytes": 3.0}]
-    assert peak_device_bytes(torch.device("cpu")) == {}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 80))
+    reported = [device_bytes(torch.device("cuda", 0)) for _ in range(2)]
+    assert reported == [{"trainer_gpu_bytes": 5.0, "gpu_bytes": 70.0}, {"trainer_gpu_bytes": 3.0, "gpu_bytes": 70.0}]
+    assert device_bytes(torch.device("cpu")) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA H20", 148),
+        ("Tesla T4", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, name: str, tera: int | None) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert peak_flops(torch.device("cuda", 0)) == (None if tera is None else tera * 1e12)
+    assert peak_flops(torch.device("cpu")) is None
 
 
 @pytest.mark.gpu

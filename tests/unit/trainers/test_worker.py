@@ -135,6 +135,8 @@ def test_a_step_is_committed_with_its_policy_and_digests(run: Run) -> None:
     assert step.policy.weights_sha256 != state.policies[0].weights_sha256
     assert {f"{phase}_seconds" for phase in PHASES} < step.metrics.keys()
     assert step.metrics["trained_tokens"] > 0 and step.metrics["tokens_per_second"] > 0
+    rate = step.metrics["train_flops"] / step.metrics["train_seconds"]
+    assert step.metrics["train_flops_per_second"] == pytest.approx(rate) and "mfu" not in step.metrics
     assert step.state_path is None  # checkpoint_every is 10
 
 

@@ -13,7 +13,7 @@ from infra.placement import GpuMemory, gpu_memory
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig, load_run_file
 from tasks.checks import memory_plan as plans
-from tasks.checks.memory_plan import Memory, check_memory, memory_plan, with_engine_share
+from tasks.checks.memory_plan import Memory, above_plan, check_memory, memory_plan, planned, with_engine_share
 from tests import gpus_page
 
 GIB = 2**30
@@ -57,6 +57,28 @@ def test_engine_and_trainer_share_a_card_and_the_cache_has_what_is_left() -> Non
     assert vllm["gpu_memory_utilization"] == round(sum(engine.values()) / gpu.total, 3) < 0.3
     crowded, _ = memory_plan(config, QWEN, _cards(24))
     assert crowded.needed == pytest.approx((1 - plans.MARGIN) * 24 * GIB, rel=1e-6)
+
+
+def test_what_a_step_should_find_is_what_its_trainer_has_beside_the_engine() -> None:
+    for staleness in (0, 1):
+        devices = memory_plan(_gsm8k(max_staleness=staleness), QWEN, _cards(48))
+        engine, trainer = devices[0].demands
+        beside = engine.parts["libraries"] if staleness == 0 else engine.total  # an engine that sleeps keeps those
+        held = trainer.total - trainer.parts["libraries"]
+        assert planned(devices) == {"trainer_gpu_bytes": held, "gpu_bytes": trainer.total + beside}
+    first, second, _ = devices = memory_plan(_gsm8k(), QWEN, _cards(48, 48))
+    assert planned(devices)["gpu_bytes"] == second.needed != first.needed
+    machine = memory_plan(_gsm8k(), QWEN, _cards())
+    assert planned(machine) == {"peak_memory_bytes": machine[0].needed}
+    assert planned([]) == {} == planned(memory_plan(_gsm8k(), QWEN, _cards(48), trains=False))
+
+
+@pytest.mark.parametrize(("share", "names"), [(0.4, []), (1.1, []), (1.11, ["gpu_bytes"])])
+def test_a_tenth_more_than_planned_is_told(share: float, names: list[str]) -> None:
+    metrics = {"gpu_bytes": share * 40e9, "planned_gpu_bytes": 40e9, "trainer_gpu_bytes": 9e9, "peak_memory_bytes": 1e9}
+    told = above_plan(metrics)
+    assert list(told) == names
+    assert not names or told["gpu_bytes"] == "memory of the trainer's GPU in all processes: 44.4 GB, planned 40.0 GB"
 
 
 def test_who_takes_turns_needs_the_larger_of_two_parts_and_leaves_the_rest_in_the_machines_memory() -> None:

@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from tests.unit.trainers.builders import row_of, samples_of, tiny_model
+from trainers.data.operations import Operations
 from trainers.data.samples import ARITHMETIC
-from trainers.model.batches import Spread, attention_length, packs_of
+from trainers.model.batches import Spread, packs_of
 
 _ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=24)
 """The group of each row, and the length of its reply."""
@@ -117,4 +118,8 @@ def test_the_length_of_even_attention_is_what_torch_counts(tmp_path: Path, tied:
         flops.append(counter.get_total_flops())
     b = (flops[1] / 20 - flops[0] / 10) / 10
     a = flops[0] / 10 - 10 * b
-    assert attention_length(model) == pytest.approx(2 * a / b, rel=1e-3)
+    operations = Operations.of(model)
+    assert operations.attention_length == pytest.approx(2 * a / b, rel=1e-3)
+    assert [operations.forward(computed=n, predicted=n, pairs=n * n) for n in (10, 20)] == pytest.approx(
+        flops, rel=1e-3
+    )
