@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from cli.ui.metrics import described
 from storage.log.entries import Alias
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
@@ -64,6 +66,14 @@ def test_a_model_version_leads_to_the_shards_its_step_consumed(finished: Home) -
     inputs = client.get_run(version.run_id).inputs.dataset_inputs
     source = next(i.dataset.source for i in inputs if i.dataset.digest == version.tags["millrace.dataset_digest"])
     assert [(shard["id"], shard["sha256"]) for shard in json.loads(source)] == list(step.shard_sha256.items())
+
+
+def test_every_metric_of_the_log_is_described(finished: Home) -> None:
+    """Those of the driver and the machine too; `tests/unit/trainers/test_metrics.py` has the trainer's settings."""
+    patterns = [re.compile(metric["match"]) for section in described() for metric in section["metrics"]]
+    names = {name for step in _log(finished).state.steps for name in step.metrics}
+    assert {"round_seconds", "train_flops_per_second", "peak_memory_bytes", "planned_peak_memory_bytes"} <= names
+    assert [name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)] == []
 
 
 def test_a_finished_run_started_again_does_nothing_more(finished: Home) -> None:
