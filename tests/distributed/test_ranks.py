@@ -334,7 +334,10 @@ def _assert_same_step(one: Path, many: Path, *, is_large: bool = False) -> None:
         # that differ as above, so its loss differs by as small a part of what the first step changed in it.
         moved = abs(expected["loss"] - first_loss)
         assert result["loss"] == pytest.approx(expected["loss"], rel=0, abs=2e-6 + 1e-5 * moved)
-        assert result == pytest.approx({**expected, "loss": result["loss"]}, rel=1e-5, abs=1e-7)
+        # A team's packs are larger, so that they have more of what is computed once.
+        assert 0.7 < result["train_flops"] / expected["train_flops"] < 1 + 1e-5
+        same = {name: result[name] for name in ("loss", "train_flops")}
+        assert result == pytest.approx({**expected, **same}, rel=1e-5, abs=1e-7)
 
 
 def _assert_same_average(one: Path, many: Path) -> None:
