@@ -16,7 +16,7 @@ from storage.log.claims import follows_until
 from tests.chaos.outcomes import check_trained_once, sampled_by, state_of, weights_of
 from tests.conftest import SCRIPTED, Home
 
-KILLS = 40 if os.environ.get("MILLRACE_CHAOS_FAULTS") else 4  # `make chaos`; test_faults.py kills as often again
+KILLS = 40 if os.environ.get("MILLRACE_CHAOS_FAULTS") else 3  # each of `_STOPS`; `make chaos` kills more often
 STEPS = 4 * KILLS  # more than so many lives last
 _STOPS = (None, signal.SIGINT, signal.SIGTERM)
 """`millrace stop` sends the second; of those that go to one process."""
