@@ -12,7 +12,7 @@ import typer
 from cli.terminal.console import open_console, working
 from infra.environment import make_home
 from settings.places.hints import command, program
-from settings.places.state_folder import home
+from settings.places.state_folder import home, store_uri
 
 
 def up() -> None:
@@ -23,6 +23,8 @@ def up() -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from infra.services.services import NOTIFY, TRAINING_VIEW, start_services
+    from storage.log.runs import open_run
+    from storage.objects.opening import open_store
     from tasks.prefect.flow_runs import crash_lost_flow_runs
 
     console = open_console()
@@ -35,7 +37,7 @@ def up() -> None:
         api = f"{services['prefect'].url}/api"
         announce("looking for flow runs whose process is gone")
         with temporary_settings({PREFECT_API_URL: api}):  # no flow run without a process stays Running
-            lost = asyncio.run(crash_lost_flow_runs())
+            lost = asyncio.run(crash_lost_flow_runs(lambda store, run: open_run(open_store(store_uri(store)), run)))
     if lost:
         console.print(f"marked as crashed, their processes are gone: {', '.join(lost)}")
     console.print(

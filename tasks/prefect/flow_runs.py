@@ -10,6 +10,7 @@ import asyncio
 import datetime
 import os
 import sys
+from collections.abc import Callable
 from uuid import UUID
 
 import psutil
@@ -30,6 +31,9 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Crashed
 
 from infra.services.services import GPU_QUEUE, GPU_RUNS, NOTIFY, POOL
+from settings.errors import UserError
+from storage.log.run_log import RunLog
+from storage.log.runs import is_training, outcome
 from tasks.prefect.notifications import failure_automations
 
 ZOMBIES = "millrace: flow runs without a heartbeat"
@@ -130,14 +134,15 @@ async def set_up_server() -> None:
         await limit_gpu_runs(int(num_runs))
 
 
-async def crash_lost_flow_runs() -> list[str]:
-    """Mark those Crashed whose process is gone; returns their names. All workers must be of this machine."""
+async def crash_lost_flow_runs(log_of: Callable[[str, str], RunLog]) -> list[str]:
+    """Mark those Crashed whose process is gone; returns their names. All workers must be of this machine. `log_of` opens
+    the log of a run by its store and name."""
     unfinished = [StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
     wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)))
     names = []
     async with get_client() as client:
         for flow_run in await client.read_flow_runs(flow_run_filter=wanted, limit=200):
-            if _is_lost(flow_run):
+            if _is_lost(flow_run) or _is_killed_training(flow_run, log_of):
                 await client.set_flow_run_state(flow_run.id, Crashed(message=_GONE), force=True)
                 names.append(flow_run.name)
     return names
@@ -157,6 +162,19 @@ def _is_lost(flow_run: FlowRun) -> bool:
         return True
     except psutil.AccessDenied:
         return False  # another process has the number, or it is one we may not look into
+
+
+def _is_killed_training(flow_run: FlowRun, log_of: Callable[[str, str], RunLog]) -> bool:
+    """Whether a command's process began it, of which Prefect keeps no number, and the run's log says that none trains
+    it."""
+    run = flow_run.parameters.get("run")
+    if flow_run.infrastructure_pid or "workflow" not in flow_run.parameters or not isinstance(run, str):
+        return False
+    try:
+        log = log_of(str(flow_run.parameters.get("store") or ""), run)
+        return outcome(log) != "running" and not is_training(log)
+    except (UserError, OSError):  # a store that cannot be asked says nothing of who trains
+        return False
 
 
 if __name__ == "__main__":

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import uuid
+from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Running, State, Suspended
 
-from tasks.prefect.flow_runs import _is_lost
+from storage.log.entries import Pause, Session
+from storage.log.runs import create_run, open_run, trainer_lock
+from storage.objects.opening import open_store
+from tasks.prefect.flow_runs import _is_killed_training, _is_lost
+from tests.builders import local_store
 
 
 def _flow_run(flow_run_id: uuid.UUID, pid: str | None, state: State | None = None) -> FlowRun:
@@ -42,3 +49,23 @@ def test_a_flow_run_is_lost_when_its_process_is_gone_or_is_another_one() -> None
 )
 def test_what_did_not_start_as_a_process_here_or_needs_none_is_left_alone(name: str | None, state: State) -> None:
     assert not _is_lost(_flow_run(uuid.uuid4(), name, state))
+
+
+def test_a_training_of_a_command_is_lost_when_its_log_says_that_nothing_trains_it(tmp_path: Path) -> None:
+    store = local_store(tmp_path)
+    log = create_run(store, "run", {"workflow": "w:W"})
+    asked = {"workflow": "w:W", "run": "run", "store": store.uri}
+
+    def is_lost(pid: str | None = None, **changes: Any) -> bool:
+        flow_run = _flow_run(uuid.uuid4(), pid)
+        flow_run = flow_run.model_copy(update={"parameters": {**asked, **changes}})
+        return _is_killed_training(flow_run, lambda store, run: open_run(open_store(store), run))
+
+    assert not is_lost(), "it has not begun yet"
+    with trainer_lock(log):
+        log.append(Session(id="s", code_version="", reward_sha256="", steps=3, host=platform.node()))
+        assert not is_lost()
+    assert is_lost()
+    assert not is_lost("machine:3fa1b2") and not is_lost(run="another") and not is_lost(store="s3://")
+    log.append(Pause(reason="lunch"))
+    assert not is_lost(), "it may be started again, and stays paused"
