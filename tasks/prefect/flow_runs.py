@@ -135,8 +135,8 @@ async def set_up_server() -> None:
 
 
 async def crash_lost_flow_runs(log_of: Callable[[str, str], RunLog]) -> list[str]:
-    """Mark those Crashed whose process is gone; returns their names. All workers must be of this machine. A run's log is
-    `log_of` its store and name."""
+    """Mark those Crashed whose process is gone; returns their names. All workers must be of this machine. `log_of` a
+    store and a name is the log of a run."""
     unfinished = [StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
     wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)))
     names = []
