@@ -4,7 +4,7 @@ In: `s3://bucket/prefix`; endpoint and credentials from the AWS chain (environme
 Out: an `ObjectStore`. All requests go through s3fs.
 
     403, 404, 412, 501 …                          ─▶ not sent again: an error, or the result
-    503 SlowDown, 500, timeout, cut connection    ─▶ sent again, with growing pauses
+    503 SlowDown, 500, timeout, cut connection    ─▶ sent again, with growing pauses; a warning if no answer comes
     a body that ends early                        ─▶ read again from the start
     412: the key exists                           ─▶ the object's metadata `writer` shows whether we wrote it
 
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiobotocore.session
 import botocore.exceptions
 import pyarrow as pa
 import s3fs
@@ -70,6 +71,8 @@ _ERRORS = (
     *S3_RETRYABLE_ERRORS,
 )
 
+logger = logging.getLogger("millrace.store")
+
 _KEPT: list[Any] = []
 """Connections of this process, kept: one that is dropped while another event loop runs closes itself in that loop and
 prints a traceback."""
@@ -84,8 +87,12 @@ class S3Store:
         self._prefix = self.uri.removeprefix("s3://")
         self._bucket = self._prefix.partition("/")[0]
         defaults = {"AWS_RETRY_MODE": ("mode", "standard"), "AWS_MAX_ATTEMPTS": ("total_max_attempts", ATTEMPTS)}
+        self._is_away = False
+        session = aiobotocore.session.AioSession()
+        session.register("needs-retry.s3", self._heard)
         retries = dict(setting for variable, setting in defaults.items() if variable not in os.environ)
         self._fs = s3fs.S3FileSystem(
+            session=session,
             use_listings_cache=False,
             skip_instance_cache=True,
             default_cache_type="none",  # reading ahead would fetch every column instead of one
@@ -222,6 +229,19 @@ class S3Store:
                 partial.unlink(missing_ok=True)
         return target
 
+    def _heard(self, caught_exception: Exception | None, attempts: int, **_: Any) -> None:
+        """botocore calls this after each request that it sent: warn once for each time that the server is away. A
+        connection that was kept and has ended since is none."""
+        is_cut = isinstance(caught_exception, botocore.exceptions.ConnectionClosedError)
+        if caught_exception is None:
+            if self._is_away:
+                logger.warning("store %s answers again", self.uri)
+            self._is_away = False
+        elif not self._is_away and (attempts > 1 or not is_cut):
+            self._is_away = True
+            reason = without_secrets(str(caught_exception))
+            logger.warning("store %s does not answer, and is asked again: %s", self.uri, reason)
+
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{checked_key(key)}"
 
@@ -235,11 +255,9 @@ class S3Store:
                     return write()
             except FileNotFoundError as error:
                 # The response to completing a multipart upload was lost, and now the upload is complete and unknown.
-                code, status, _ = _response(error)
-                if code == "NoSuchUpload" and not is_last:
+                if _response(error)[0] == "NoSuchUpload" and not is_last:
                     continue
-                hint = f"; is there a bucket {self._bucket!r}?" if status is not None else ""
-                raise StoreError(f"store {self.uri}: cannot write {key}: {_reason(error)}{hint}") from error
+                raise StoreError(f"store {self.uri}: cannot write {key}: {_reason(error)}") from error
 
     def _get_file(self, key: str, file: Path) -> None:
         for is_last in (False, True):
@@ -258,14 +276,18 @@ class S3Store:
 
     @contextlib.contextmanager
     def _explained(self, action: str, key: str) -> Iterator[None]:
-        """Turn errors into `StoreError`s that name store and key; `FileNotFoundError` and `FileExistsError` pass.
+        """Turn errors into `StoreError`s that name store and key; `FileExistsError` passes, and `FileNotFoundError` if
+        there is the bucket.
 
         Raises `DigestMismatch` if the bytes contradict the server's own checksum, `StoreFull` if there is no space.
         """
         try:
             yield
-        except (FileNotFoundError, FileExistsError):
-            raise
+        except (FileNotFoundError, FileExistsError) as error:
+            if _response(error)[0] != "NoSuchBucket":
+                raise
+            problem = f"there is no bucket {self._bucket!r} at this endpoint"
+            raise StoreError(f"store {self.uri}: {problem}; make it, or name another") from error
         except _ERRORS as error:
             reason, (code, status, _) = _reason(error), _response(error)
             if isinstance(error, botocore.exceptions.FlexibleChecksumError):
@@ -284,13 +306,14 @@ def _has_size(file: Path, num_bytes: int) -> bool:
 
 
 def _response(error: BaseException | None) -> tuple[str, int | None, str]:
-    """Code, HTTP status and message of the server's response behind an error; "", None and "" if there is none."""
+    """Code, HTTP status and message of the server's response behind an error; "", None and "" if there is none. Ceph
+    has no messages."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
             details = response.get("Error", {})
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            return str(details.get("Code", "")), status, str(details.get("Message", ""))
+            return str(details.get("Code", "")), status, str(details.get("Message") or "")
         error = error.__cause__
     return "", None, ""
 
@@ -298,7 +321,11 @@ def _response(error: BaseException | None) -> tuple[str, int | None, str]:
 def _reason(error: BaseException) -> str:
     """The error as text, with the server's code."""
     code, status, message = _response(error)
-    reason = message or str(error) or type(error).__name__
     if status is not None:
-        reason += f" ({code}, HTTP {status})"
-    return without_secrets(reason)
+        return without_secrets(f"{message} ({code}, HTTP {status})" if message else f"{code}, HTTP {status}")
+    return without_secrets(str(error) or type(error).__name__)
+
+
+def is_unanswered(error: BaseException) -> bool:
+    """True for a `StoreError` of a request that no server has answered."""
+    return isinstance(error.__cause__, (botocore.exceptions.HTTPClientError, botocore.exceptions.ConnectionError))

@@ -13,7 +13,6 @@ import socket
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
@@ -31,7 +30,7 @@ from rollouts.workflow import Workflow
 from settings.errors import InvalidInput, MissingPackage, check_room, counted, path_errors
 from settings.loss import CustomLoss
 from settings.places.hints import command
-from settings.places.state_folder import home, sqlite_file, store_folder, store_uri, written_places
+from settings.places.state_folder import expanded, home, sqlite_file, store_folder, store_uri, written_places
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
@@ -222,7 +221,7 @@ def check_tracking(uri: str) -> None:
     elif parsed.scheme == "sqlite" and not ((database := sqlite_file(uri)) and database.name and not database.is_dir()):
         raise InvalidInput(f"{shown} names no file; write sqlite:///FOLDER/mlflow.db")
     elif parsed.scheme in ("", "file", "sqlite"):
-        path = (sqlite_file(uri) or store_folder(uri) or Path(parsed.path)).expanduser().resolve()
+        path = expanded(sqlite_file(uri) or store_folder(uri) or parsed.path).resolve()
         folder = path.parent if parsed.scheme == "sqlite" else path
         if not folder.exists() and not folder.is_relative_to(home()) and parsed.scheme == "sqlite":
             raise InvalidInput(f"{shown}: there is no folder {folder}; make it, or name another")

@@ -173,6 +173,7 @@ def test_a_budget_that_is_no_number_is_refused(store: LocalStore, monkeypatch: p
         ("s3://bucket//prefix", "empty name between two slashes; use s3://bucket/prefix$"),
         ("S3://bucket/prefix", "unknown scheme 'S3'; use a folder, file:///… or s3://bucket/prefix$"),
         ("http://[::1", "unknown scheme 'http'"),
+        ("s3:/bucket/prefix", "has one slash where a URI has two; use s3://bucket/prefix, or ./s3:/bucket/prefix$"),
         ("s3:///prefix", "empty name between two slashes; use s3://bucket/prefix$"),
     ],
 )
