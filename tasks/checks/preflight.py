@@ -46,7 +46,7 @@ from tasks.checks.learning_rate import unusual_learning_rate
 from tasks.checks.loading import load_tasks, load_workflow
 from tasks.checks.machine import for_this_machine
 from tasks.checks.memory_plan import check_memory
-from tasks.checks.playing import errors_of_users
+from tasks.checks.playing import errors_of_users, exits_named
 from tasks.checks.reproducible import check_settings
 from tasks.checks.trial import check_repeats, play_tasks
 from trainers.model.fetch import local_folder, own_folder
@@ -74,6 +74,7 @@ CHECKED: ContextVar[Checked | None] = ContextVar("checked", default=None)
 """Set if a command has checked the run: the flow that it starts does not do so again."""
 
 
+@exits_named()
 def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     """Load the workflow and its data, look for models, servers and devices, try a loss of the user's, write to the
     store, compare the tasks with those of the run, unless `adopt_tasks`, and play some.
