@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from infra.environment import nearest_existing, tracking_uri
 from infra.placement import check_shares, gpus_of, nodes_to_use
 from rollouts.chat.tool_parsing import check_parser
 from rollouts.engines.vllm.core_start import is_cpu_build
-from rollouts.production.engine_arguments import check_engine_arguments
+from rollouts.production.engine_arguments import check_engine_arguments, check_token_limits
 from rollouts.production.engine_choice import ADAPTERS_OF_16_BITS, check_cpu_engine
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
@@ -234,11 +235,14 @@ def check_tracking(uri: str) -> None:
 
 
 def check_lengths(config: RunConfig) -> None:
-    """Raise `InvalidInput` for a length that was set and that the model's positions do not allow.
+    """Raise `InvalidInput` for a length that was set and that the model's positions do not allow, and as
+    `check_token_limits`.
 
     Lengths that were not set are cut to the model's positions when the engine starts.
     """
-    if (positions := model_positions(config)) is None:
+    positions = model_positions(config)
+    check_token_limits(config.engine.vllm, longest=min(config.engine.max_model_len, positions or sys.maxsize))
+    if positions is None:
         return
     lengths = (
         ("engine.max_model_len", config.engine, positions),
