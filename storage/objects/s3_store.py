@@ -5,6 +5,7 @@ Out: an `ObjectStore`. All requests go through s3fs.
 
     403, 404, 412, 501 …                          ─▶ not sent again: an error, or the result
     503 SlowDown, 500, timeout, cut connection    ─▶ sent again, with growing pauses; a warning if no answer comes
+    connection refused by a server that was there ─▶ sent again for `PATIENCE`
     a body that ends early                        ─▶ read again from the start
     412: the key exists                           ─▶ the object's metadata `writer` shows whether we wrote it
 
@@ -54,6 +55,8 @@ PART_BYTES = 50 * 2**20
 ATTEMPTS = 6
 """How often botocore sends a request, about 15 s with its pauses, unless `AWS_MAX_ATTEMPTS` is set. s3fs doubles that
 for throttling, timeouts and cut connections, and aiohttp repeats a PUT on a kept connection."""
+PATIENCE = 120.0
+"""Seconds that a server which has answered this process may be away, and refuse connections."""
 READ_ATTEMPTS = 2
 """How often a body that ends early is read, and s3fs's number of tries for everything else."""
 CONFLICT_ATTEMPTS = 10
@@ -87,7 +90,8 @@ class S3Store:
         self._prefix = self.uri.removeprefix("s3://")
         self._bucket = self._prefix.partition("/")[0]
         defaults = {"AWS_RETRY_MODE": ("mode", "standard"), "AWS_MAX_ATTEMPTS": ("total_max_attempts", ATTEMPTS)}
-        self._is_away = False
+        self._away_since: float | None = None
+        self._has_answered = False
         session = aiobotocore.session.AioSession()
         session.register("needs-retry.s3", self._heard)
         retries = dict(setting for variable, setting in defaults.items() if variable not in os.environ)
@@ -229,18 +233,25 @@ class S3Store:
                 partial.unlink(missing_ok=True)
         return target
 
-    def _heard(self, caught_exception: Exception | None, attempts: int, **_: Any) -> None:
-        """botocore calls this after each request that it sent: warn once for each time that the server is away. A
-        connection that was kept and has ended since is none."""
-        is_cut = isinstance(caught_exception, botocore.exceptions.ConnectionClosedError)
+    def _heard(self, caught_exception: Exception | None, attempts: int, **_: Any) -> float | None:
+        """botocore calls this after each request that it sent, and sends it again after the seconds that are returned.
+
+        Warn once for each time that the server is away; a connection that was kept and has ended since is none. A
+        server that has answered before may be restarting.
+        """
         if caught_exception is None:
-            if self._is_away:
+            if self._away_since is not None:
                 logger.warning("store %s answers again", self.uri)
-            self._is_away = False
-        elif not self._is_away and (attempts > 1 or not is_cut):
-            self._is_away = True
+            self._away_since, self._has_answered = None, True
+            return None
+        is_cut = isinstance(caught_exception, botocore.exceptions.ConnectionClosedError)
+        if self._away_since is None and (attempts > 1 or not is_cut):
+            self._away_since = time.monotonic()
             reason = without_secrets(str(caught_exception))
             logger.warning("store %s does not answer, and is asked again: %s", self.uri, reason)
+        is_refused = isinstance(caught_exception, botocore.exceptions.ConnectionError)
+        is_recent = self._away_since is not None and time.monotonic() - self._away_since < PATIENCE
+        return random.uniform(0.5, 1.5) if self._has_answered and is_refused and is_recent else None
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{checked_key(key)}"
