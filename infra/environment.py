@@ -21,7 +21,7 @@ from pathlib import Path
 from infra.structured_logs import logs_are_json
 from settings.errors import InvalidInput, path_errors
 from settings.places.hints import COMMAND, executable
-from settings.places.state_folder import HOME, HOME_FOUND, find_home, home, sqlite_uri
+from settings.places.state_folder import HOME, HOME_FOUND, expanded, find_home, home, sqlite_uri
 from settings.redaction import holds_secret, redact_logs, without_secrets
 
 KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
@@ -110,7 +110,7 @@ def _git(*arguments: str) -> str:
 
 
 def _hub_folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or expanded("~/.cache")
     return Path(cache) / "huggingface"
 
 

@@ -90,6 +90,15 @@ def as_scores(returned: object, score_group: Callable[..., object], *, num_attem
     return [as_score(each, score_group) for each in scores]
 
 
+def as_accepted(returned: object, accept: Callable[..., object]) -> bool:
+    """What `accept` returned, as True or False. Raises `WrongWorkflow`, which names its line, for a text: "no" would be
+    true."""
+    if isinstance(returned, str | bytes):
+        problem = f"{accept.__qualname__} returned {returned!r}; return True or False"
+        raise WrongWorkflow(f"{problem}. It is at {place_of(accept)}")
+    return bool(returned)
+
+
 def place_of(function: Callable[..., object]) -> str:
     """File and line of a function or a class that a user wrote."""
     if isinstance(function, type):

@@ -27,6 +27,8 @@ from settings.redaction import without_secrets
 MOST_FRAMES = 8
 MOST_CHARACTERS = 2000
 """Longest text of one failure, frames included."""
+WHOLE_NUMBER = r"\d{1,9}"
+"""Pattern of a version, a step or an attempt that a user names: what has more digits is none."""
 LEAST_ROOM = 20e6
 """Bytes for what libraries write beside a run's data: databases, logs, sockets."""
 _NO_ROOM = 1e6

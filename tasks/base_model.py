@@ -18,6 +18,7 @@ from prefect import task
 
 from infra.environment import cache_folder
 from infra.user_code import load_object
+from settings.places.state_folder import expanded
 from settings.run_file import RunConfig
 from settings.warmup import DEMONSTRATIONS
 from storage.log.entries import Policy
@@ -124,7 +125,7 @@ def make_model(*, store: str, config: RunConfig) -> str:
 def store_model(model: str, store: ObjectStore) -> str:
     """The key of a model's folder in the store, which follows from the content of its files; a local folder, or a hub
     model, is put there now if it is missing or damaged."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     name = path.resolve().name if path.is_dir() else path.name.removesuffix(GGUF)
     with staging_folder(cache_folder()) as scratch:
         folder = fetch_model(model, scratch / "model")

@@ -24,13 +24,13 @@ from prefect import task
 
 from infra.environment import give_back_freed_memory, tracking_uri
 from infra.user_code import own_command
-from settings.errors import counted
+from settings.errors import UserError, counted
 from settings.places.hints import command
 from settings.redaction import without_secrets
 from storage.log.entries import Registration
 from storage.log.run_log import RunLog
 from storage.log.runs import is_training, teller_lock
-from storage.tracking.follower import Follower, FollowerUnavailable
+from storage.tracking.follower import Follower
 from storage.tracking.mlflow_run import RegistryUnavailable
 from storage.tracking.registry import Registry
 from storage.tracking.trackers import Tracker
@@ -60,7 +60,7 @@ class _Following(Generic[Made]):
         follower = self.follower
         try:
             registrations = follower.sync()
-        except FollowerUnavailable as error:
+        except UserError as error:  # it is away, or the run's store is
             logger.log(
                 logging.DEBUG if self.is_away else logging.WARNING,
                 "%s did not take everything in; the log keeps it for later: %s",
@@ -128,6 +128,9 @@ class TrackingMirror:
                 for registration in registrations:
                     log.append(registration)
             give_back_freed_memory()  # MLflow's transactions leave holes
+        except UserError as error:  # the store is away, or full
+            logger.warning("MLflow was not told what is new, the log keeps it for later: %s", error)
+            return 0
         except Exception:  # whatever it is: a view of the run must not end its training
             logger.exception("MLflow could not be told what is new; the log keeps it for later")
             return 0

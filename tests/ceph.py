@@ -166,17 +166,24 @@ mon_addr = 127.0.0.1:{monitor_port}
 
     def _run(self, program: str, *arguments: str) -> str:
         command = [program, "-c", "ceph.conf", *arguments] if program != "monmaptool" else [program, *arguments]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=START_SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            raise CephFailed(f"{program} {arguments[0]} did not end within {START_SECONDS} s{self._logs()}") from None
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=self.folder,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    timeout=START_SECONDS,
+                )
+            except subprocess.TimeoutExpired:
+                reason = f"{program} {arguments[0]} did not end within {START_SECONDS} s"
+                raise CephFailed(f"{reason}{self._logs()}") from None
+            # A monitor that has just begun may say so, of a command that it has not carried out.
+            if "problem getting command descriptions" not in done.stderr or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
         if done.returncode != 0:
             raise CephFailed(f"{program} {arguments[0]} failed: {done.stderr[-1000:]}{self._logs()}")
         return done.stdout
@@ -204,10 +211,7 @@ mon_addr = 127.0.0.1:{monitor_port}
             time.sleep(0.1)
 
     def _has_an_osd(self) -> bool:
-        try:
-            return "1 up" in self._run("ceph", "osd", "stat")
-        except CephFailed:  # "problem getting command descriptions": a monitor that has just begun may say so
-            return False
+        return "1 up" in self._run("ceph", "osd", "stat")
 
     def _answers(self) -> bool:
         try:

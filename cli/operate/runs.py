@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from storage.log.run_log import RunLog
     from storage.objects.object_store import ObjectStore
 
+_FOLDED = 16
+"""Characters of a workflow's name in a line, if the name takes several."""
+_GAP = 2
+
 
 def runs(store: StoreOption = "", as_json: JsonOption = False) -> None:
     """Every run in the store: steps, scores, champion, and whether it is being trained here."""
@@ -31,7 +35,7 @@ def runs(store: StoreOption = "", as_json: JsonOption = False) -> None:
     if as_json:
         print_json(listed)
     elif listed:
-        console.print(_runs_table(listed))
+        console.print(_runs_table(listed, width=console.width))
         for run in listed:
             if text := f"is damaged: {run['damaged']}" if run["damaged"] else run["ended"]:
                 console.print(Text(one_line(f"{run['run']} {text}"), style="yellow"), soft_wrap=True)
@@ -77,7 +81,8 @@ def _run_facts(log: RunLog) -> dict[str, Any]:
     }
 
 
-def _runs_table(runs: list[dict[str, Any]]) -> Table:
+def _runs_table(runs: list[dict[str, Any]], *, width: int) -> Table:
+    """A row per run. Where lines of `width` characters are too short for all columns, some are left out."""
     names = ["run", "workflow", "", "steps", "attempts", "held-out", "tasks", "champion", "last entry"]
     rows = []
     for run in runs:
@@ -99,6 +104,12 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
         rows.append(dict(zip(names, cells, strict=True)))
     if all(run.get("champion") is None for run in runs):
         names.remove("champion")
+    texts = {name: [name, *(one_line(row[name]) for row in rows)] for name in names}
+    widths = {name: max(map(len, column)) for name, column in texts.items()}
+    widths["workflow"] = min(widths["workflow"], _FOLDED)
+    for name in ("workflow", "tasks", "attempts", "last entry"):
+        if sum(widths[each] for each in names) + _GAP * (len(names) - 1) > width:
+            names.remove(name)
     table = plain_table(*names, right=("steps", "attempts", "tasks", "champion"))
     for row in rows:
         table.add_row(*(Text(one_line(row[name])) for name in names))

@@ -13,7 +13,7 @@ from rich.status import Status
 
 from cli.operate.rounds import LEGEND, rounds_table
 from cli.terminal.formatting import held_out
-from settings.errors import counted
+from settings.errors import UserError, counted
 from storage.log.entries import Evaluation, LogEntry, Policy, Session, Step
 from storage.log.run_log import RunLog
 from storage.log.runs import run_config
@@ -54,7 +54,10 @@ class Follower:
             self._show_new()
 
     def _show_new(self) -> None:
-        self._log.refresh()
+        try:
+            self._log.refresh()
+        except UserError:  # the store is away: the run says so, and the next look shows what has come meanwhile
+            return
         for entry in self._log.entries[self._shown :]:
             self._show(entry)
         self._shown = len(self._log.entries)

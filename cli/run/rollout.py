@@ -6,7 +6,6 @@ In: a run, and how much of it. Out: shards in the run's log; or every attempt wi
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -130,17 +129,18 @@ async def _play(
 ) -> list[RolloutGroup]:
     import asyncio
 
-    gate = asyncio.Semaphore(min(config.rollout.max_concurrent, _MOST_CALLS))
-    played = itertools.count(1)
+    positions = iter(range(num_prompts))
+    groups: dict[int, RolloutGroup] = {}
 
-    async def play(position: int) -> RolloutGroup:
-        async with gate:
-            group: RolloutGroup = await worker.call("rollout_prompt", position)
-        if (done := next(played)) < num_prompts and done * 10 // num_prompts > (done - 1) * 10 // num_prompts:
-            show(f"{done} of {counted(num_prompts, 'prompt')} attempted")
-        return group
+    async def play() -> None:
+        for position in positions:
+            groups[position] = await worker.call("rollout_prompt", position)
+            if (done := len(groups)) < num_prompts and done * 10 // num_prompts > (done - 1) * 10 // num_prompts:
+                show(f"{done} of {counted(num_prompts, 'prompt')} attempted")
 
-    return list(await asyncio.gather(*map(play, range(num_prompts))))
+    at_once = min(config.rollout.max_concurrent, _MOST_CALLS, num_prompts)
+    await asyncio.gather(*(play() for _ in range(at_once)))
+    return [groups[position] for position in range(num_prompts)]
 
 
 def _print_attempt(trajectory: Trajectory, console: Console) -> None:

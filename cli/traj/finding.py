@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from cli.terminal.console import open_console
-from settings.errors import InvalidInput, counted
+from settings.errors import WHOLE_NUMBER, InvalidInput, counted
 from settings.places.hints import command
 from settings.redaction import one_line
 
@@ -133,7 +133,7 @@ def decode(tokenizer: Any, token_ids: Sequence[int], *, unfinished: str = "") ->
 def split_id(trajectory_id: str) -> tuple[str, int]:
     """Group and attempt of a trajectory id, `GROUP/ATTEMPT`. Raises `ValueError` for anything else."""
     group, _, attempt = trajectory_id.rpartition("/")
-    if not group or not re.fullmatch(r"\d{1,9}", attempt):
+    if not group or not re.fullmatch(WHOLE_NUMBER, attempt):
         ids = command("traj", "ls", "RUN")
         raise InvalidInput(f"{trajectory_id!r} is no trajectory id: write GROUP/ATTEMPT; `{ids}` lists them")
     return group, int(attempt)

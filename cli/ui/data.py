@@ -32,7 +32,7 @@ from cli.ui.metrics import described
 from cli.ui.prompts import VISITS, prompt_history
 from infra.environment import cache_folder
 from settings.block import leaves
-from settings.errors import InvalidInput, NotFound, counted, in_one_line, missing_package
+from settings.errors import WHOLE_NUMBER, InvalidInput, NotFound, counted, in_one_line, missing_package
 from settings.redaction import without_secrets
 from storage.log.entries import OUTCOMES
 from storage.log.history import to_json
@@ -51,7 +51,6 @@ REPORTED = ("overview", "steps", "environments", "lanes", "contents", "groups", 
 """Parts of a run that a report holds."""
 
 Part = Callable[..., Any]
-_NUMBER = re.compile(r"\d{1,9}")
 _ASKED: dict[str, frozenset[str]] = {
     "steps": frozenset({"first", "width"}),
     "lineage": frozenset({"version"}),
@@ -254,7 +253,7 @@ def _lineage(watched: _Watched, version: str = "") -> dict[str, Any]:
     log, state = watched.log, watched.log.state
     if state.live is None:
         return {}
-    if version and not _NUMBER.fullmatch(version):
+    if version and not re.fullmatch(WHOLE_NUMBER, version):
         raise InvalidInput(f"policy version {version!r}: write a number")
     made = policy_lineage(log, int(version) if version else state.newest_version)
     max_gap = gap_of(watched.config)
@@ -291,7 +290,7 @@ def _lineage(watched: _Watched, version: str = "") -> dict[str, Any]:
 
 
 def _steps(watched: _Watched, first: str = "0", width: str = "0") -> dict[str, Any]:
-    if not (_NUMBER.fullmatch(first) and _NUMBER.fullmatch(width)):
+    if not (re.fullmatch(WHOLE_NUMBER, first) and re.fullmatch(WHOLE_NUMBER, width)):
         raise InvalidInput("first and width of the steps are whole numbers")
     return watched.curves.part(first=int(first), width=int(width))
 

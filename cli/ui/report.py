@@ -14,7 +14,7 @@ import typer
 
 from cli.terminal.arguments import StoreOption, check_target, open_named
 from cli.terminal.console import say
-from settings.places.state_folder import home
+from settings.places.state_folder import expanded, home
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
@@ -41,7 +41,7 @@ def write_report(log: RunLog, out: Path | None) -> Path:
     from cli.ui.page import render
     from storage.retention.retention import reading
 
-    target = (out or home() / "reports" / f"{log.run_id}.html").expanduser().resolve()
+    target = expanded(out or home() / "reports" / f"{log.run_id}.html").resolve()
     check_target(target, "--out", make_folder=True, suffix=".html")
     with reading(log, "report", quiet=True):
         page = render({"run": log.run_id, "made_at": time.time(), **reported(log.store, log.run_id)})

@@ -15,7 +15,7 @@ from typing import Any
 
 from cli.traj.search import open_index, parse_filters
 from cli.ui.conversations import SNIPPET_CHARACTERS, snippet
-from settings.errors import InvalidInput
+from settings.errors import WHOLE_NUMBER, InvalidInput
 from storage.log.entries import claimed_groups
 from storage.log.run_log import RunLog
 from storage.shards.failed_attempts import newest_failures
@@ -29,7 +29,8 @@ FAILED = "failed"
 """As a status: the newest attempts that failed, which have no tokens."""
 _SHARDS_AT_ONCE = 16
 _MOST_MATCHES = 400
-_COMPARISON = re.compile(r"(<=|>=|!=|=|<|>)?\s*(\d{1,9})")
+_PLACE = re.compile(f"{WHOLE_NUMBER}:{WHOLE_NUMBER}")
+_COMPARISON = re.compile(rf"(<=|>=|!=|=|<|>)?\s*({WHOLE_NUMBER})")
 
 _ROWS = """
 SELECT id, prompt_id, prompt[:$1] AS prompt, reply[:$1] AS reply, reward, status, outcome, step, is_eval,
@@ -86,7 +87,7 @@ def find(
     gone = state.quarantined.keys() | state.retired_shards
     shard_ids = [s for s in shard_ids if s not in gone and (held_out or s not in state.evaluation_shards)]
     sql, rows, left_out = _ROWS.format(conditions=" AND ".join(conditions)), list[dict[str, Any]](), dict[str, str]()
-    place, skipped = (int(part) for part in after.split(":")) if re.fullmatch(r"\d{1,9}:\d{1,9}", after) else (0, 0)
+    place, skipped = (int(part) for part in after.split(":")) if _PLACE.fullmatch(after) else (0, 0)
     began = time.monotonic()
     while place < len(shard_ids) and (words or (len(rows) < MOST_ROWS and time.monotonic() - began < SECONDS)):
         queries = open_queries(log, shard_ids=shard_ids[place : place + _SHARDS_AT_ONCE])
@@ -121,7 +122,7 @@ def shards_to_index(log: RunLog) -> int | None:
 
 
 def _steps(text: str, newest: int) -> tuple[int, int]:
-    match = re.fullmatch(r"\s*(\d{1,9})?\s*(\.\.)?\s*(\d{1,9})?\s*", text)
+    match = re.fullmatch(rf"\s*({WHOLE_NUMBER})?\s*(\.\.)?\s*({WHOLE_NUMBER})?\s*", text)
     if not match or (match[3] and not match[2]):
         raise InvalidInput(f"step {text!r}: write a step or a range: 12, 3..7, 3.. or ..7")
     first = int(match[1] or 1)

@@ -293,8 +293,10 @@ def known_parsers(setting: str) -> list[str]:
 
 
 def vllm_source(file: str) -> list[ast.stmt]:
-    """The statements of a file of the installed vLLM; none if it is not installed. Importing it takes ten seconds."""
+    """The statements of a file of the installed vLLM, or of the package of its name; none if vLLM is not installed.
+    Importing it takes ten seconds."""
     package = importlib.util.find_spec("vllm")
     if package is None or not package.submodule_search_locations:
         return []
-    return ast.parse((Path(package.submodule_search_locations[0]) / file).read_text()).body
+    path = Path(package.submodule_search_locations[0]) / file
+    return ast.parse((path if path.is_file() else path.with_suffix("") / "__init__.py").read_text()).body

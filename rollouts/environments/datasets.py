@@ -7,13 +7,15 @@ to choose from. The rules are those of the `datasets` library, for JSONL and Par
 from __future__ import annotations
 
 import itertools
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollouts.environments.rows import kind_of, read_rows
 from settings.errors import InvalidInput, NotFound, failure_text, in_one_line, path_errors
+from settings.places.state_folder import expanded
 from storage.objects.hub import fetch_from_hub
 
 _TRAIN = ("train", "training")
@@ -37,7 +39,7 @@ def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[d
     beside others of its name (`train_old`, `train/`); and as `read_rows`. Raises `NotFound` if the folder has no such
     split; for a hub id also as `storage.objects.hub.fetch_from_hub`.
     """
-    path = Path(dataset).expanduser()
+    path = expanded(dataset)
     with path_errors(f"dataset = {dataset!r}"):
         if path.is_file():
             return read_rows(path, required=required)
@@ -102,7 +104,7 @@ def _says(name: str, words: Iterable[str]) -> bool:
 
 def _by_name(folder: Path, split: str, *, dataset: str) -> list[Path]:
     """The files in whose names the split is a word of its own, and those in folders of its name."""
-    relative = [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file() and kind_of(file)]
+    relative = [file.relative_to(folder) for file in sorted(_files_below(folder)) if file.is_file() and kind_of(file)]
     relative = [file for file in relative if not any(part.startswith((".", "__")) for part in file.parts)]
     others = [*itertools.chain(*_HELD_OUT)] if split in _TRAIN else [*_TRAIN]
     place_of: dict[Path, Path] = {}  # → itself, or the folder that is the split's
@@ -139,6 +141,15 @@ def _by_name(folder: Path, split: str, *, dataset: str) -> list[Path]:
     return sorted(folder / file for files in series.values() for file in files)
 
 
+def _files_below(folder: Path) -> Iterator[Path]:
+    """The files of a folder and of those below it, also behind links, each folder once."""
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        yield from (Path(place, name) for name in names)
+        seen.add(os.path.realpath(place))
+        folders[:] = [name for name in sorted(folders) if os.path.realpath(os.path.join(place, name)) not in seen]
+
+
 def _declared(folder: Path, dataset: str) -> dict[str, dict[str, Any]]:
     """The `configs` of a README.md by name, as on the hub; empty without any."""
     readme = folder / "README.md"
@@ -168,5 +179,9 @@ def _patterns(declared: dict[str, dict[str, Any]], split: str, *, dataset: str, 
         )
     files = declared[chosen]["data_files"]
     listed = files if isinstance(files, list) and all(isinstance(each, dict) for each in files) else [{"path": files}]
-    paths = [each["path"] for each in listed if str(each.get("split", "train")) == split]
-    return [path for each in paths for path in ([each] if isinstance(each, str) else each)]
+    given = [each.get("path") for each in listed if str(each.get("split", "train")) == split]
+    paths: list[Any] = [path for each in given for path in (each if isinstance(each, list) else [each])]
+    if wrong := [path for path in paths if not isinstance(path, str) or not path.lstrip("/")]:
+        problem = f"README.md has the path {wrong[0]!r} for split {split!r} of {chosen!r}, and not the name of a file"
+        raise InvalidInput(f"dataset = {dataset!r}: {problem}; mend it under `configs`")
+    return paths

@@ -29,6 +29,7 @@ from rollouts.workflow import (
     Workflow,
     WorkflowContext,
     WrongWorkflow,
+    as_accepted,
     as_score,
     as_scores,
     place_of,
@@ -127,7 +128,7 @@ class Player:
                 return f"uniform reward {scores[0]:g}"
         accept = self.workflow.accept
         try:
-            is_accepted = bool(accept(group))
+            is_accepted = as_accepted(accept(group), accept)
         except BaseException as error:
             if isinstance(error, Exception) or is_of_caller(error):
                 raise

@@ -1,7 +1,7 @@
 """What the installed vLLM takes under `engine.vllm`, read from its source: importing it takes seconds.
 
 In: the arguments of a run file. Out: nothing, or an error for the first that vLLM has not, or whose type or range is
-not vLLM's. Rules between arguments are vLLM's own, and come when an engine starts.
+not vLLM's; and for numbers of tokens that do not go together. Other rules between arguments come when an engine starts.
 """
 
 from __future__ import annotations
@@ -45,6 +45,28 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
         return
     fields = _fields(_ARGUMENTS, "EngineArgs") | _fields(_ARGUMENTS, "AsyncEngineArgs")
     _check_table("engine.vllm", arguments, fields, owner="vLLM's engine")
+
+
+def check_token_limits(arguments: Mapping[str, Any], *, longest: int) -> None:
+    """Raise `InvalidInput` for numbers of tokens that vLLM's `SchedulerConfig` refuses together, with sequences of at
+    most `longest` tokens."""
+    tokens, sequences = arguments.get("max_num_batched_tokens"), arguments.get("max_num_seqs")
+    if tokens and sequences and tokens < sequences:
+        raise InvalidInput(
+            f"engine.vllm.max_num_batched_tokens = {tokens} is less than engine.vllm.max_num_seqs = {sequences}: each "
+            "sequence takes a token; raise the one or lower the other"
+        )
+    if tokens and tokens < longest and arguments.get("enable_chunked_prefill") is False:
+        raise InvalidInput(
+            f"engine.vllm.max_num_batched_tokens = {tokens} is less than engine.max_model_len = {longest}, and "
+            "engine.vllm.enable_chunked_prefill = false: no long prompt fits; raise the one, lower the other, or leave "
+            "the third out"
+        )
+    if (threshold := arguments.get("long_prefill_token_threshold")) and threshold > longest:
+        raise InvalidInput(
+            f"engine.vllm.long_prefill_token_threshold = {threshold} is more than engine.max_model_len = {longest}; "
+            "lower it"
+        )
 
 
 def _check_table(table: str, values: Mapping[str, Any], fields: Mapping[str, _Argument], *, owner: str) -> None:

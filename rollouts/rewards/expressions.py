@@ -33,6 +33,7 @@ FRACTION_SIGN = re.compile("[¼-¾⅐-⅞]")
 THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|_|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 """What LaTeX puts between groups of digits: 1\\,234."""
 _BOLD = re.compile(r"\*\*([^*\n]++)\*\*")
+_MOST_DIGITS = 4000
 _REPEATING = re.compile(
     r"""(?<![\w.])(?P<whole>\d*+)\.(?P<fixed>\d{0,40}?)
     (?:\\(?:overline|bar|dot)\s*+(?:\{(?P<braced>\d++)\}|(?P<bare>\d))    # 0.1\overline{6}
@@ -334,10 +335,12 @@ def _interval(relation: str, bound: str) -> str:
 
 
 def _repeating(match: re.Match[str]) -> str:
-    """`0.1\\overline{6}` as a fraction."""
+    """`0.1\\overline{6}` as a fraction; one of more digits than Python makes a number of stays."""
     whole, fixed = match["whole"] or "0", match["fixed"]
     turning = (match["first"] or "") + (match["middle"] or "") + (match["last"] or "")
     period = match["braced"] or match["bare"] or match["bracketed"] or match["digits"] or turning
+    if len(whole) + len(fixed) + len(period) > _MOST_DIGITS:
+        return match[0]
     scale = 10 ** len(fixed)
     value = Fraction(int(whole + fixed), scale) + Fraction(int(period), (10 ** len(period) - 1) * scale)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"

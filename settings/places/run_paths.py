@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from settings.places.state_folder import expanded, is_address
+
 OWN_PACKAGES = ("millrace", "cli", "infra", "rollouts", "settings", "storage", "tasks", "trainers", "flows")
 """Packages that are ours in every process, whatever else has their name: `millrace/__init__.py` imports them first."""
 _PRODUCT = Path(__file__).resolve().parents[2]
@@ -115,7 +117,7 @@ def _named(value: str, folder: Path) -> str:
 
 def _place(value: str, folder: Path) -> str:
     """A folder or an address."""
-    return value if not value or "://" in value else _absolute(value, folder)
+    return value if not value or is_address(value) else _absolute(value, folder)
 
 
 def _tracking(value: str, folder: Path) -> str:
@@ -127,7 +129,7 @@ def _tracking(value: str, folder: Path) -> str:
 
 
 def _absolute(path: str, folder: Path) -> str:
-    return os.path.abspath(folder / Path(path).expanduser())
+    return os.path.abspath(folder / expanded(path))
 
 
 PATHS: dict[str, Callable[[str, Path], str]] = {

@@ -8,6 +8,7 @@ current one. What was found so is in `$MILLRACE_HOME` for child processes, and i
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from urllib.parse import unquote
@@ -30,12 +31,22 @@ def home() -> Path:
     return Path(os.environ[HOME]).resolve() if os.environ.get(HOME) else find_home()
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with a user's folder in the place of `~`; where there is no such user it stays, as in a shell."""
+    return Path(os.path.expanduser(path))
+
+
+def is_address(place: str) -> bool:
+    """True for what begins like a URI, also one of a single slash; a folder of such a name is `./s3:/…`."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", place) is not None
+
+
 def store_uri(store: str = "", *, within: Path | None = None) -> str:
     """`store`, else `$MILLRACE_STORE`, else a folder in the state folder (`within`, or this process's); absolute."""
     store = store or os.environ.get(STORE, "")
-    if "://" in store:
+    if is_address(store):
         return store
-    return (Path(store).expanduser().resolve() if store else (within or home()) / "store").as_uri()
+    return (expanded(store).resolve() if store else (within or home()) / "store").as_uri()
 
 
 def store_folder(uri: str) -> Path | None:

@@ -28,7 +28,7 @@ from storage.log.entries import Outcome, Policy
 from storage.log.run_log import RunLog
 from storage.log.run_state import LogDamaged
 from storage.objects.digests import sha256_of, sha256_of_json
-from storage.objects.object_store import LocalStore, ObjectStore
+from storage.objects.object_store import LocalStore, ObjectStore, writable
 from storage.objects.opening import probe
 
 Made = TypeVar("Made")
@@ -345,8 +345,9 @@ def _lock_file(log: RunLog, holder: str = "trainer") -> Path:
 
 
 def _opened(lock: Path) -> IO[str]:
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    return open(lock, "a+")
+    with writable(lock):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        return open(lock, "a+")
 
 
 def _frozen(config: dict[str, Any]) -> dict[str, Any]:

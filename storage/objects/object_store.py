@@ -27,6 +27,8 @@ from settings.places.hints import command
 MIN_FREE_VARIABLE = "MILLRACE_MIN_FREE_GB"
 """Environment variable: gigabytes (10^9 bytes) that shards and policies leave free on a disk; default 1."""
 
+GC_BYTES = 2**16
+"""What removing old files needs itself: it says in the log what goes, and then removes it."""
 BLOCK_BYTES = 2**20
 """Bytes of a file in memory while it is copied."""
 
@@ -205,7 +207,7 @@ class LocalStore:
         path = self._path(key)
         temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
         reserve = 0 if is_new else reserved_bytes()
-        with room_for(num_bytes, path.parent, reserve=reserve, what=f"store {self.uri}"):
+        with room_for(num_bytes, path.parent, reserve=reserve, what=f"store {self.uri}"), writable(path):
             try:
                 _make_folder(path.parent)
                 if given is not None and linked(given, temporary):
@@ -217,10 +219,19 @@ class LocalStore:
                         os.fsync(file.fileno())
                 (os.link if is_new else os.replace)(temporary, path)
                 _sync_folder(path.parent)
-            except PermissionError as error:
-                raise StoreError(f"no permission to write {path}") from error
             finally:
                 temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Raise `StoreError` if `path` may not be written, by its permissions or those of its disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise StoreError(f"no permission to write {path}: {os.strerror(error.errno)}") from error
 
 
 def linked(file: Path, name: Path) -> bool:
@@ -256,7 +267,14 @@ def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy:
     """Raise `StoreFull` unless `num_bytes` and `reserve` fit on the disk of `folder`, or a write inside exceeds it."""
 
     def full(free: int) -> StoreFull:
+        if num_bytes + reserve <= free and has_no_inodes(folder):
+            return StoreFull(
+                f"{what} is full: {size(free)} free, and no more files fit there, as `df -i` shows. Remove files of "
+                "the disk. Nothing that was committed is lost: the same command continues"
+            )
         room = remedy or f"Make room with `{command('gc')}`, or choose another `store`"
+        if not remedy and free < GC_BYTES:
+            room = f"Remove other files from that disk: `{command('gc')}` writes too. Or choose another `store`"
         needed = f"{size(num_bytes)} to write" if num_bytes else "more to write"
         reserved = f" and {size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
         lower = f", or set {MIN_FREE_VARIABLE} (gigabytes) lower" if reserve else ""
@@ -277,6 +295,14 @@ def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy:
         if is_disk_full(error):
             raise full(free_bytes(folder)) from error
         raise
+
+
+def has_no_inodes(folder: Path) -> bool:
+    """True if the disk that a folder is on, or will be, has a number of files and no more of it."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    disk = os.statvfs(folder)
+    return disk.f_files > 0 and not disk.f_favail
 
 
 def last_after_others(folder: Path, last: str) -> list[Path]:

@@ -10,9 +10,8 @@ import os
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-from settings.places.state_folder import store_folder
+from settings.places.state_folder import expanded, is_address, store_folder
 from storage.objects.object_store import ConditionRefused, LocalStore, ObjectStore, StoreError, StoreFull
 
 WRITERS, RACES = 4, 3
@@ -38,8 +37,11 @@ def open_store(uri: str) -> ObjectStore:
     if is_uri and scheme == "file" and not rest.startswith("/"):
         host = rest.partition("/")[0]
         raise StoreError(f"store {uri!r}: {host!r} is a host; a file URI has three slashes: file:///…")
+    if not is_uri and is_address(uri):
+        scheme, _, rest = uri.partition(":/")
+        raise StoreError(f"store {uri!r} has one slash where a URI has two; use {scheme}://{rest}, or ./{uri}")
     if not is_uri or scheme == "file":
-        root = (store_folder(uri) or Path(uri)).expanduser().resolve()
+        root = expanded(store_folder(uri) or uri).resolve()
         try:
             os.scandir(root).close()
         except FileNotFoundError:
@@ -62,12 +64,13 @@ def probe(store: ObjectStore, *, with_data: bool = True) -> None:
         try:
             _race(store, key, with_data=with_data)
         except Exception as error:
+            if _is_away(store, error):
+                raise StoreError(f"store {store.uri} cannot be written ({error}); check the endpoint") from error
+            with contextlib.suppress(Exception):  # the first error matters
+                store.delete([key])
             if isinstance(error, StoreFull) or (isinstance(error, ConditionRefused) and _takes_any(store, key)):
                 raise
             raise _unwritable(store, key, error) from error
-        finally:
-            with contextlib.suppress(Exception):  # the first error matters
-                store.delete([key])
 
 
 def _race(store: ObjectStore, key: str, *, with_data: bool) -> None:
@@ -90,6 +93,15 @@ def _race(store: ObjectStore, key: str, *, with_data: bool) -> None:
     if with_data:
         store.put(key, b"")  # on S3 it may need another permission too
     store.delete([key])
+
+
+def _is_away(store: ObjectStore, error: Exception) -> bool:
+    """True if no server has answered: each further request would take all its attempts too."""
+    if not store.uri.startswith("s3:"):
+        return False
+    from storage.objects.s3_store import is_unanswered
+
+    return is_unanswered(error)
 
 
 def _unwritable(store: ObjectStore, key: str, error: Exception) -> StoreError:

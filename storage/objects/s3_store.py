@@ -4,7 +4,8 @@ In: `s3://bucket/prefix`; endpoint and credentials from the AWS chain (environme
 Out: an `ObjectStore`. All requests go through s3fs.
 
     403, 404, 412, 501 …                          ─▶ not sent again: an error, or the result
-    503 SlowDown, 500, timeout, cut connection    ─▶ sent again, with growing pauses
+    503 SlowDown, 500, timeout, cut connection    ─▶ sent again, with growing pauses; a warning if no answer comes
+    connection refused by a server that was there ─▶ sent again for `PATIENCE`
     a body that ends early                        ─▶ read again from the start
     412: the key exists                           ─▶ the object's metadata `writer` shows whether we wrote it
 
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiobotocore.session
 import botocore.exceptions
 import pyarrow as pa
 import s3fs
@@ -53,6 +55,8 @@ PART_BYTES = 50 * 2**20
 ATTEMPTS = 6
 """How often botocore sends a request, about 15 s with its pauses, unless `AWS_MAX_ATTEMPTS` is set. s3fs doubles that
 for throttling, timeouts and cut connections, and aiohttp repeats a PUT on a kept connection."""
+PATIENCE = 120.0
+"""Seconds that a server which has answered this process may be away, and refuse connections."""
 READ_ATTEMPTS = 2
 """How often a body that ends early is read, and s3fs's number of tries for everything else."""
 CONFLICT_ATTEMPTS = 10
@@ -70,6 +74,8 @@ _ERRORS = (
     *S3_RETRYABLE_ERRORS,
 )
 
+logger = logging.getLogger("millrace.store")
+
 _KEPT: list[Any] = []
 """Connections of this process, kept: one that is dropped while another event loop runs closes itself in that loop and
 prints a traceback."""
@@ -84,8 +90,13 @@ class S3Store:
         self._prefix = self.uri.removeprefix("s3://")
         self._bucket = self._prefix.partition("/")[0]
         defaults = {"AWS_RETRY_MODE": ("mode", "standard"), "AWS_MAX_ATTEMPTS": ("total_max_attempts", ATTEMPTS)}
+        self._away_since: float | None = None
+        self._has_answered = False
+        session = aiobotocore.session.AioSession()
+        session.register("needs-retry.s3", self._heard)
         retries = dict(setting for variable, setting in defaults.items() if variable not in os.environ)
         self._fs = s3fs.S3FileSystem(
+            session=session,
             use_listings_cache=False,
             skip_instance_cache=True,
             default_cache_type="none",  # reading ahead would fetch every column instead of one
@@ -222,6 +233,26 @@ class S3Store:
                 partial.unlink(missing_ok=True)
         return target
 
+    def _heard(self, caught_exception: Exception | None, attempts: int, **_: Any) -> float | None:
+        """botocore calls this after each request that it sent, and sends it again after the seconds that are returned.
+
+        Warn once for each time that the server is away; a connection that was kept and has ended since is none. A
+        server that has answered before may be restarting.
+        """
+        if caught_exception is None:
+            if self._away_since is not None:
+                logger.warning("store %s answers again", self.uri)
+            self._away_since, self._has_answered = None, True
+            return None
+        is_cut = isinstance(caught_exception, botocore.exceptions.ConnectionClosedError)
+        if self._away_since is None and (attempts > 1 or not is_cut):
+            self._away_since = time.monotonic()
+            reason = without_secrets(str(caught_exception))
+            logger.warning("store %s does not answer, and is asked again: %s", self.uri, reason)
+        is_refused = isinstance(caught_exception, botocore.exceptions.ConnectionError)
+        is_recent = self._away_since is not None and time.monotonic() - self._away_since < PATIENCE
+        return random.uniform(0.5, 1.5) if self._has_answered and is_refused and is_recent else None
+
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{checked_key(key)}"
 
@@ -235,11 +266,9 @@ class S3Store:
                     return write()
             except FileNotFoundError as error:
                 # The response to completing a multipart upload was lost, and now the upload is complete and unknown.
-                code, status, _ = _response(error)
-                if code == "NoSuchUpload" and not is_last:
+                if _response(error)[0] == "NoSuchUpload" and not is_last:
                     continue
-                hint = f"; is there a bucket {self._bucket!r}?" if status is not None else ""
-                raise StoreError(f"store {self.uri}: cannot write {key}: {_reason(error)}{hint}") from error
+                raise StoreError(f"store {self.uri}: cannot write {key}: {_reason(error)}") from error
 
     def _get_file(self, key: str, file: Path) -> None:
         for is_last in (False, True):
@@ -258,14 +287,18 @@ class S3Store:
 
     @contextlib.contextmanager
     def _explained(self, action: str, key: str) -> Iterator[None]:
-        """Turn errors into `StoreError`s that name store and key; `FileNotFoundError` and `FileExistsError` pass.
+        """Turn errors into `StoreError`s that name store and key; `FileExistsError` passes, and `FileNotFoundError` if
+        there is the bucket.
 
         Raises `DigestMismatch` if the bytes contradict the server's own checksum, `StoreFull` if there is no space.
         """
         try:
             yield
-        except (FileNotFoundError, FileExistsError):
-            raise
+        except (FileNotFoundError, FileExistsError) as error:
+            if _response(error)[0] != "NoSuchBucket":
+                raise
+            problem = f"there is no bucket {self._bucket!r} at this endpoint"
+            raise StoreError(f"store {self.uri}: {problem}; make it, or name another") from error
         except _ERRORS as error:
             reason, (code, status, _) = _reason(error), _response(error)
             if isinstance(error, botocore.exceptions.FlexibleChecksumError):
@@ -284,13 +317,14 @@ def _has_size(file: Path, num_bytes: int) -> bool:
 
 
 def _response(error: BaseException | None) -> tuple[str, int | None, str]:
-    """Code, HTTP status and message of the server's response behind an error; "", None and "" if there is none."""
+    """Code, HTTP status and message of the server's response behind an error; "", None and "" if there is none. Ceph
+    has no messages."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
             details = response.get("Error", {})
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            return str(details.get("Code", "")), status, str(details.get("Message", ""))
+            return str(details.get("Code", "")), status, str(details.get("Message") or "")
         error = error.__cause__
     return "", None, ""
 
@@ -298,7 +332,11 @@ def _response(error: BaseException | None) -> tuple[str, int | None, str]:
 def _reason(error: BaseException) -> str:
     """The error as text, with the server's code."""
     code, status, message = _response(error)
-    reason = message or str(error) or type(error).__name__
     if status is not None:
-        reason += f" ({code}, HTTP {status})"
-    return without_secrets(reason)
+        return without_secrets(f"{message} ({code}, HTTP {status})" if message else f"{code}, HTTP {status}")
+    return without_secrets(str(error) or type(error).__name__)
+
+
+def is_unanswered(error: BaseException) -> bool:
+    """True for a `StoreError` of a request that no server has answered."""
+    return isinstance(error.__cause__, (botocore.exceptions.HTTPClientError, botocore.exceptions.ConnectionError))

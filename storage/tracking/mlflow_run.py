@@ -10,7 +10,7 @@ import logging
 import re
 from typing import Any
 
-from settings.errors import InvalidInput, UserError
+from settings.errors import WHOLE_NUMBER, InvalidInput, UserError
 from settings.places.state_folder import sqlite_file
 from settings.redaction import without_secrets
 from storage.log.run_log import RunLog
@@ -117,7 +117,7 @@ def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
         raise RegistryUnavailable(f"there is no database {database}")  # a client would create it
     client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
     try:
-        get = client.get_model_version if re.fullmatch(r"\d{1,9}", name) else client.get_model_version_by_alias
+        get = client.get_model_version if re.fullmatch(WHOLE_NUMBER, name) else client.get_model_version_by_alias
         version = get(log.run_id, name)
         run = client.get_run(version.run_id)
     except MlflowException as error:

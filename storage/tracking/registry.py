@@ -36,6 +36,8 @@ _CURSOR = "millrace.synced_entries"
 ALL_POINTS = 1000
 """MLflow has the metrics of the first so many steps, then of every second for as many, then of every third, and so on:
 it keeps 16 kB of each, and its pages draw at most 2,500 points of a curve. The log has them all."""
+_TRIES = 3
+"""To open MLflow's database, with pauses of 0.4 s in all."""
 _VERSIONS_AT_ONCE = 1000
 _MOST_METRICS = 1000  # MLflow takes no more in one call
 _LONGEST_PARAMETER = 6000  # characters
@@ -65,7 +67,14 @@ class Registry:
 
     @functools.cached_property
     def _client(self) -> Any:
-        return import_mlflow().MlflowClient(tracking_uri=self._tracking_uri, registry_uri=self._tracking_uri)
+        mlflow = import_mlflow()
+        if not self._tracking_uri.startswith(("http:", "https:", "databricks", "uc")):
+            from mlflow.store.db import utils
+
+            # MLflow would try a database for 100 s that it cannot open, and the end of a run waits. The next `sync`
+            # tries again.
+            utils.MAX_RETRY_COUNT = _TRIES
+        return mlflow.MlflowClient(tracking_uri=self._tracking_uri, registry_uri=self._tracking_uri)
 
     @functools.cached_property
     def _traces(self) -> Traces:

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from settings.errors import InvalidInput
+from settings.errors import WHOLE_NUMBER, InvalidInput
 from settings.places.hints import command
 from settings.places.state_folder import home
 from storage.log.entries import OUTCOMES, Evaluation, GroupSummary, Policy, Step
@@ -140,7 +140,7 @@ class GroupLineage:
 def find_version(log: RunLog, name: str) -> int | None:
     """The policy version of an alias, or of a version number in MLflow (digits); None if the log has none."""
     aliases, registrations = log.state.aliases, log.state.registrations
-    if not re.fullmatch(r"\d{1,9}", name):
+    if not re.fullmatch(WHOLE_NUMBER, name):
         return aliases[name].version if name in aliases else None
     # MLflow counts from 1 and a run registers in order, so the first candidate nearly always is the version.
     candidates = (version for version in (int(name) - 1, *registrations) if version in registrations)
@@ -202,7 +202,7 @@ def trajectory_lineage(log: RunLog, trajectory: str) -> GroupLineage:
     Raises `InvalidInput`, which names the nearest id, for an attempt that the run does not have.
     """
     group_id, _, number = trajectory.rpartition("/")
-    if not re.fullmatch(r"\d{1,9}", number):
+    if not re.fullmatch(WHOLE_NUMBER, number):
         ids = command("traj", "ls", log.run_id, store=log.store.uri)
         raise InvalidInput(f"trajectory {trajectory!r}: write it as GROUP/ATTEMPT; `{ids}` lists them")
     attempt, lineage = int(number), _group_lineage(log, group_id)

@@ -32,7 +32,7 @@ from settings.places.hints import command
 from storage.log.entries import Shard, claimed_groups
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of
-from storage.objects.object_store import LocalStore, StoreError
+from storage.objects.object_store import LocalStore, StoreError, writable
 from storage.shards.shards import DamagedShard, read_shard
 from storage.views.search_query import Filters, SearchQuery, sql_text
 from storage.views.search_rows import EMBEDDING, ROW, Embed, attempt_rows, unit_vectors
@@ -188,8 +188,10 @@ class SearchIndex:
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
         """Only one process at a time updates an index; the next one has nothing left to do."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "lock", "a") as file:
+        with writable(self.folder / "lock"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = open(self.folder / "lock", "a")  # noqa: SIM115 - it is closed below
+        with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

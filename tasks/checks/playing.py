@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import sys
 import threading
 import traceback
@@ -19,11 +20,22 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import NoReturn
 
 from rollouts.chat.chat import Chat
 from rollouts.production.attempts import give_threads, is_of_caller
 from rollouts.rewards.scoring import RewardPool, set_reward_pool
-from rollouts.workflow import CONTEXT, Score, Workflow, WorkflowContext, WrongWorkflow, as_score, as_scores, place_of
+from rollouts.workflow import (
+    CONTEXT,
+    Score,
+    Workflow,
+    WorkflowContext,
+    WrongWorkflow,
+    as_accepted,
+    as_score,
+    as_scores,
+    place_of,
+)
 from settings.errors import (
     InvalidInput,
     UserError,
@@ -76,7 +88,9 @@ def errors_of_users(what: str, function: Callable[..., object] | None = None) ->
     except SystemExit as error:
         where = "" if function is None else f", at {place_of(function)}"
         raise InvalidInput(f"{what}: it ends with SystemExit({error.code!r}); raise another error{where}") from error
-    except Exception as error:
+    except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
+        raise
+    except BaseException as error:
         text = failure_text(error)
         innermost = traceback.extract_tb(error.__traceback__)[-1].name
         if isinstance(error, NotImplementedError) and not has_users_frames(error):
@@ -86,6 +100,24 @@ def errors_of_users(what: str, function: Callable[..., object] | None = None) ->
         raise InvalidInput(f"{what}: {text}") from error
     finally:
         slow.cancel()
+
+
+@contextlib.contextmanager
+def exits_named() -> Iterator[None]:
+    """`os._exit` of this process raises `SystemExit`, which is named with its place: it would end the command, without
+    a word and as if all were well. Forked children end as ever."""
+    really, ours = os._exit, os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() != ours:
+            really(status)
+        raise SystemExit(status)
+
+    os._exit = leave
+    try:
+        yield
+    finally:
+        os._exit = really
 
 
 def _say_where(thread: int) -> None:
@@ -201,7 +233,7 @@ async def _group(workflow: Workflow, task: Task, chat: Chat, score: Score) -> No
     group = RolloutGroup(id=task.id, task=task, position=0, epoch=0, expected=len(attempts), trajectories=attempts)
     if (accepted := workflow.accept(group)) is None:
         raise WrongWorkflow(f"accept returned None; return True or False. It is at {place_of(workflow.accept)}")
-    bool(accepted)
+    as_accepted(accepted, workflow.accept)
 
 
 async def _attempts(

@@ -10,10 +10,10 @@ import logging
 import math
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
@@ -23,7 +23,7 @@ from infra.environment import nearest_existing, tracking_uri
 from infra.placement import check_shares, gpus_of, nodes_to_use
 from rollouts.chat.tool_parsing import check_parser
 from rollouts.engines.vllm.core_start import is_cpu_build
-from rollouts.production.engine_arguments import check_engine_arguments
+from rollouts.production.engine_arguments import check_engine_arguments, check_token_limits
 from rollouts.production.engine_choice import ADAPTERS_OF_16_BITS, check_cpu_engine
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
@@ -31,7 +31,7 @@ from rollouts.workflow import Workflow
 from settings.errors import InvalidInput, MissingPackage, check_room, counted, path_errors
 from settings.loss import CustomLoss
 from settings.places.hints import command
-from settings.places.state_folder import home, sqlite_file, store_folder, store_uri, written_places
+from settings.places.state_folder import expanded, home, sqlite_file, store_folder, store_uri, written_places
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
@@ -47,7 +47,7 @@ from tasks.checks.learning_rate import unusual_learning_rate
 from tasks.checks.loading import load_tasks, load_workflow
 from tasks.checks.machine import for_this_machine
 from tasks.checks.memory_plan import check_memory
-from tasks.checks.playing import errors_of_users
+from tasks.checks.playing import errors_of_users, exits_named
 from tasks.checks.reproducible import check_settings
 from tasks.checks.trial import check_repeats, play_tasks
 from trainers.model.fetch import local_folder, own_folder
@@ -75,6 +75,7 @@ CHECKED: ContextVar[Checked | None] = ContextVar("checked", default=None)
 """Set if a command has checked the run: the flow that it starts does not do so again."""
 
 
+@exits_named()
 def check_run(config: RunConfig, *, adopt_tasks: bool = False) -> Checked:
     """Load the workflow and its data, look for models, servers and devices, try a loss of the user's, write to the
     store, compare the tasks with those of the run, unless `adopt_tasks`, and play some.
@@ -222,7 +223,7 @@ def check_tracking(uri: str) -> None:
     elif parsed.scheme == "sqlite" and not ((database := sqlite_file(uri)) and database.name and not database.is_dir()):
         raise InvalidInput(f"{shown} names no file; write sqlite:///FOLDER/mlflow.db")
     elif parsed.scheme in ("", "file", "sqlite"):
-        path = (sqlite_file(uri) or store_folder(uri) or Path(parsed.path)).expanduser().resolve()
+        path = expanded(sqlite_file(uri) or store_folder(uri) or parsed.path).resolve()
         folder = path.parent if parsed.scheme == "sqlite" else path
         if not folder.exists() and not folder.is_relative_to(home()) and parsed.scheme == "sqlite":
             raise InvalidInput(f"{shown}: there is no folder {folder}; make it, or name another")
@@ -234,11 +235,14 @@ def check_tracking(uri: str) -> None:
 
 
 def check_lengths(config: RunConfig) -> None:
-    """Raise `InvalidInput` for a length that was set and that the model's positions do not allow.
+    """Raise `InvalidInput` for a length that was set and that the model's positions do not allow, and as
+    `check_token_limits`.
 
     Lengths that were not set are cut to the model's positions when the engine starts.
     """
-    if (positions := model_positions(config)) is None:
+    positions = model_positions(config)
+    check_token_limits(config.engine.vllm, longest=min(config.engine.max_model_len, positions or sys.maxsize))
+    if positions is None:
         return
     lengths = (
         ("engine.max_model_len", config.engine, positions),

@@ -19,6 +19,7 @@ from pathlib import Path
 from infra.environment import cache_folder
 from infra.user_code import own_command
 from settings.errors import InvalidInput
+from settings.places.state_folder import expanded
 from storage.objects.digests import DIGEST_FILE, seal_folder, sha256_of_file
 from storage.objects.hub import fetch_from_hub
 from storage.objects.staging import staging_folder
@@ -34,7 +35,7 @@ _WANTED = ["*.json", _WEIGHTS, "*.jinja", "*.txt", "*.model"]
 def own_folder(model: str) -> Path | None:
     """The folder that `model` names, or the one of the GGUF file that it names; None if it names neither. Raises as
     `folder_of_gguf`."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.suffix == GGUF and path.is_file():
         return folder_of_gguf(path)
     return path if path.is_dir() else None
@@ -61,7 +62,7 @@ def fetch_model(model: str, folder: Path) -> Path:
     Raises `InvalidInput` if there are no safetensors weights, or not those that the index names; and as
     `folder_of_gguf` and `fetch_from_hub`.
     """
-    if Path(model).expanduser().is_file() and not model.endswith(GGUF):
+    if expanded(model).is_file() and not model.endswith(GGUF):
         raise InvalidInput(f"model = {model!r}: a file is a base model if it is GGUF; use a folder")
     source = own_folder(model) or fetch_from_hub(model, "model", patterns=_WANTED)
     if not list(source.glob(_WEIGHTS)):

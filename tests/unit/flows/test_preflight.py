@@ -139,6 +139,9 @@ def test_lengths_that_were_set_must_fit_the_model_and_others_are_cut_to_it(tmp_p
     for wrong, most in (({"engine": {"max_model_len": 257}}, 256), ({"sampling": {"max_tokens": 256}}, 255)):
         with pytest.raises(InvalidInput, match=f"the tiny model has 256 positions .* use at most {most}"):
             preflight.check_run(run(**wrong))
+    short = {"vllm": {"max_num_batched_tokens": 255, "enable_chunked_prefill": False}}
+    with pytest.raises(InvalidInput, match="max_num_batched_tokens = 255 is less than engine.max_model_len = 256"):
+        preflight.check_run(run(engine=short))
     with pytest.raises(InvalidInput, match=f"engine.max_model_len = 4096, but {model} has {longest} positions"):
         preflight.check_run(
             run(model=str(model), engine={"max_model_len": 4096}, train={"tokens_per_microbatch": 4096})

@@ -5,12 +5,14 @@ Each case ends with the right content exactly once, or with a named error and no
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
 import pyarrow as pa
 import pytest
+from botocore.exceptions import ClientError, EndpointConnectionError
 from botocore.retries.standard import ExponentialBackoff
 
 from storage.log.run_log import RunLog
@@ -18,7 +20,7 @@ from storage.log.run_state import Conflict
 from storage.objects.digests import DIGEST_FILE, verify_folder
 from storage.objects.object_store import StoreError, StoreFull
 from storage.objects.opening import open_store, probe
-from storage.objects.s3_store import CHECKSUMS, S3Store
+from storage.objects.s3_store import CHECKSUMS, PATIENCE, S3Store, _reason
 from storage.objects.tables import ipc_bytes
 from storage.shards.shards import DamagedShard, commit_shard, read_shard
 from tasks.checks.preflight import check_run
@@ -125,6 +127,37 @@ def test_a_server_that_does_not_answer_is_asked_again(proxy: FaultyS3, bucket: s
     assert store.put_if_absent("key", BODY)
     proxy.fail(Fault.STALL, method="GET")
     assert store.get("key") == BODY and proxy.all_faults_happened
+
+
+def test_a_server_that_is_away_is_warned_of_once_and_one_cut_connection_is_not(
+    store: S3Store, proxy: FaultyS3, caplog: pytest.LogCaptureFixture
+):
+    proxy.fail(Fault.LOSE_ANSWER)
+    store.put("key", b"")
+    assert not [record for record in caplog.records if record.name == "millrace.store"]
+    proxy.fail(Fault.LOSE_ANSWER, times=6)
+    store.put("key", b"")
+    away, back = (record.getMessage() for record in caplog.records if record.name == "millrace.store")
+    assert away.startswith(f"store {store.uri} does not answer, and is asked again: ")
+    assert back == f"store {store.uri} answers again"
+
+
+def test_a_server_that_was_there_is_waited_for_and_one_that_never_answered_is_not(monkeypatch: pytest.MonkeyPatch):
+    store, refused = S3Store("s3://bucket/prefix"), EndpointConnectionError(endpoint_url="http://host", error="refused")
+    assert store._heard(refused, attempts=1) is None, "botocore decides"
+    store._heard(None, attempts=2)
+    pauses = [store._heard(refused, attempts=attempt) for attempt in range(1, 200)]
+    assert all(pause and 0.5 <= pause <= 1.5 for pause in pauses)
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + PATIENCE)
+    assert store._heard(refused, attempts=200) is None
+
+
+def test_an_error_without_a_message_is_its_code():
+    """As Ceph answers."""
+    metadata = {"HTTPStatusCode": 403}
+    error = ClientError({"Error": {"Code": "AccessDenied", "Message": None}, "ResponseMetadata": metadata}, "PutObject")  # type: ignore[typeddict-item]
+    assert _reason(error) == "AccessDenied, HTTP 403"
 
 
 @pytest.mark.parametrize(

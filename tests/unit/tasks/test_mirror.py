@@ -18,6 +18,7 @@ from settings.places.hints import command
 from storage.log.entries import Alias, Evaluation, Registration, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import trainer_lock
+from storage.objects.object_store import StoreError
 from storage.tracking.mlflow_run import RegistryUnavailable
 from tasks import mirror
 from tasks.mirror import TrackingMirror
@@ -101,6 +102,22 @@ def test_the_report_is_attached_at_the_end_and_only_there_or_a_warning_says_why_
     monkeypatch.setattr(mirror, "_report_command", lambda log, page: ["sh", "-c", "echo no disk left >&2; exit 1"])
     asyncio.run(mirror.track.fn(told, is_last=True))
     assert "MLflow has no report of this run" in caplog.text and "no disk left" in caplog.text
+
+
+@pytest.mark.parametrize("reads", ["log", "follower"])
+def test_a_store_that_is_away_is_a_sentence_and_no_traceback(
+    told: TrackingMirror, registry: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reads: str
+) -> None:
+    def away(*_: object) -> None:
+        raise StoreError("store s3://lake: cannot read log/1.json")
+
+    if reads == "log":
+        monkeypatch.setattr(RunLog, "refresh", away)
+    else:
+        registry.do = staticmethod(away)
+    asyncio.run(told.tell())
+    (record,) = (record for record in caplog.records if record.name == "millrace.track")
+    assert record.getMessage().endswith("cannot read log/1.json") and record.exc_info is None
 
 
 def test_what_a_place_lacks_at_the_end_is_counted_in_steps(told: TrackingMirror, registry: Any) -> None:

@@ -289,6 +289,20 @@ def test_runs_have_steps_scores_champion_and_who_trains(store: LocalStore, monke
     assert "empty" in lines[2] and "training" not in lines[2]
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_a_narrow_terminal_has_a_line_for_each_run_with_its_steps_and_scores(store: LocalStore, columns: int) -> None:
+    for name in ("a-run-of-a-name", "another"):
+        log = create_run(store, name, {"workflow": "module:Thing"})
+        log.append(BASE)
+        log.append(an_evaluation(0, 0.25))
+        log.append(a_shard("s1", [a_summary(1)]))
+        log.append(a_step(log.state, trained=["0.task1"]))
+        log.append(an_evaluation(1, 0.75))
+    head, *lines = printed("runs", columns=columns).splitlines()
+    assert len(lines) == 2 and head.split()[:1] == ["run"] and all("0.25 → 0.75" in line for line in lines)
+    assert ("workflow" in head) == (columns == 80)
+
+
 def test_an_empty_store_says_what_makes_a_run(store: LocalStore) -> None:
     assert "no runs in" in printed("runs") and "millrace train" in printed("runs")
     assert json.loads(printed("runs --json")) == []

@@ -43,12 +43,13 @@ def test_the_summary_counts_every_attempt(groups: list[RolloutGroup], line: str)
 def test_prompts_are_played_some_at_a_time_come_in_their_order_and_it_says_how_far_it_is(
     most: int, num_prompts: int, lines: int
 ) -> None:
-    running, peak, shown = 0, 0, []
+    running, peak, tasks, shown = 0, 0, 0, []
 
     class Worker:
         async def call(self, method: str, position: int) -> RolloutGroup:
-            nonlocal running, peak
+            nonlocal running, peak, tasks
             running += 1
+            tasks = max(tasks, len(asyncio.all_tasks()))
             peak = max(peak, running)
             for _ in range(1 + (num_prompts - position) % 3):  # later ones may be done first
                 await asyncio.sleep(0)
@@ -59,5 +60,5 @@ def test_prompts_are_played_some_at_a_time_come_in_their_order_and_it_says_how_f
     config = RunConfig(workflow="a:B", rollout={"max_concurrent": most})  # type: ignore[arg-type]
     groups = asyncio.run(_play(worker, config, num_prompts=num_prompts, show=shown.append))
     assert [group.position for group in groups] == list(range(num_prompts))
-    assert peak <= min(most, 64) and len(shown) == lines
+    assert peak <= min(most, 64) and tasks <= peak + 1 and len(shown) == lines
     assert shown[-1:] == ([f"{num_prompts * 9 // 10} of {num_prompts} prompts attempted"] if lines else [])

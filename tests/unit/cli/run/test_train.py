@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import os
@@ -18,13 +19,16 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from rich.console import Console
 
 from cli.run.flow import run_flow
+from cli.run.progress import Follower
 from cli.run.train import _train
 from flows import train_grpo as flow_module
 from infra.services.services import ServiceFailed
 from rollouts.workflow import Workflow
 from settings.run_file import default_values, load_run_file, make_config
-from storage.log.runs import create_run
-from storage.objects.object_store import LocalStore
+from storage.log.entries import Session
+from storage.log.run_log import RunLog
+from storage.log.runs import create_run, open_run
+from storage.objects.object_store import LocalStore, StoreError
 from tasks.checks import preflight
 from tests.builders import BASE, a_log, a_shard, a_step, a_summary
 from tests.unit.cli.builders import printed, typed
@@ -205,3 +209,21 @@ def test_the_flow_of_a_command_does_not_check_again_what_the_command_has_checked
     assert [type(each.workflow).__name__ for each in checks if each] == [
         "Arithmetic"
     ] and not preflight.CHECKED.get(), "a deployed flow checks for itself"
+
+
+def test_progress_outlives_a_store_that_is_away_and_shows_what_came_meanwhile(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, page = create_run(store, "run", {"workflow": "module:Thing"}), io.StringIO()
+    progress = Follower(open_run(store, "run"), steps=1, console=Console(file=page, width=200))
+    log.append(Session(id="s1", code_version="c0de", steps=1))
+
+    def away(*_: object) -> None:
+        raise StoreError("store s3://lake: cannot read log/1.json")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "refresh", away)
+        progress._show_new()
+    assert "session s1" not in page.getvalue()
+    progress._show_new()
+    assert "session s1" in page.getvalue()

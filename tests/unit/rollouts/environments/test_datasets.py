@@ -65,6 +65,20 @@ def test_a_split_is_a_word_of_its_own(tmp_path: Path, names: tuple[str, ...], sp
     assert " ".join(row["from"] for row in rows) == found
 
 
+def test_folders_behind_links_are_read_once_and_a_circle_of_them_ends(tmp_path: Path) -> None:
+    _folder(tmp_path / "elsewhere", "a.jsonl")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/train").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/round").symlink_to(tmp_path / "set")
+    assert [row["from"] for row in read_dataset(str(tmp_path / "set"), "train", required=[])] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("dataset", ["~no-such-user/train.jsonl", "~no-such-user"])
+def test_a_folder_of_no_user_is_not_there(dataset: str) -> None:
+    with pytest.raises(NotFound, match="~no-such-user.*no such file or folder"):
+        read_dataset(dataset, "train", required=[])
+
+
 @pytest.mark.parametrize(
     ("names", "card", "message"),
     [
@@ -93,6 +107,10 @@ def test_a_split_is_a_word_of_its_own(tmp_path: Path, names: tuple[str, ...], sp
         (("train-test.jsonl",), "", "train-test.jsonl is named for training and for being held out; rename it"),
         (("a/val_train.jsonl", "test.jsonl"), "", "a/val_train.jsonl is named for training and for being held out"),
         (("train.jsonl",), "---\nconfigs: [\n---\n", "the head of .*README.md cannot be read"),
+        *(
+            (_TWICE, _ONE.replace("path: main/train-*", path), rf"has the path {said} for split 'train' of 'main'")
+            for path, said in (("path: ''", "''"), ("x: 1", "None"), ("path: 7", "7"), ("path: [7]", "7"))
+        ),
     ],
 )
 def test_what_is_ambiguous_is_refused_by_name(tmp_path: Path, names: tuple[str, ...], card: str, message: str) -> None:

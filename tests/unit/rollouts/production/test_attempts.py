@@ -160,6 +160,17 @@ def test_an_accept_that_leaves_python_is_named(tokens: ChatTokens, raised: BaseE
         _group(tokens, Leaves(1.0, 1.0, 0.0, 0.0))
 
 
+def test_an_accept_that_returns_a_text_is_named(tokens: ChatTokens):
+    class SaysNo(_Given):
+        def accept(self, group: RolloutGroup) -> Any:
+            return "no"
+
+    with pytest.raises(
+        WrongWorkflow, match=r"accept returned 'no'; return True or False. It is at .*test_attempts\.py"
+    ):
+        _group(tokens, SaysNo(1.0, 1.0, 0.0, 0.0))
+
+
 class _LosesATask(_Given):
     """Comparing its attempts awaits a task that it has cancelled."""
 

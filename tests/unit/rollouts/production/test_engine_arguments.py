@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 
-from rollouts.production.engine_arguments import check_engine_arguments
+from rollouts.production.engine_arguments import check_engine_arguments, check_token_limits
 from settings.errors import InvalidInput
 
 
@@ -44,8 +45,26 @@ def test_a_wrong_value_is_refused(arguments: dict[str, Any], sentence: str) -> N
         {"compilation_config": {"mode": 3, "cudagraph_mode": "full", "compile_sizes": [1, "cudagraph_capture_sizes"]}},
         {"attention_backend": "flash_attn", "hf_overrides": {"rope_theta": 1.0}, "quantization_config": {}},
         {"load_format": "dummy", "dtype": "half", "kv_cache_dtype": "fp8", "distributed_executor_backend": "mp"},
+        {"logits_processors": ["my.module:Class"]},  # a name of a package
         {"max_num_seqs": None, "kv_cache_memory_bytes": 2**30, "num_gpu_blocks_override": 100},
     ],
 )
 def test_what_vllm_takes_passes(arguments: dict[str, Any]) -> None:
     check_engine_arguments(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"max_num_batched_tokens": 16, "max_num_seqs": 17}, "max_num_batched_tokens = 16 is less than .*seqs = 17"),
+        ({"max_num_batched_tokens": 63, "enable_chunked_prefill": False}, "= 63 is less than .*max_model_len = 64"),
+        ({"long_prefill_token_threshold": 65}, "threshold = 65 is more than engine.max_model_len = 64"),
+        ({"max_num_batched_tokens": 64, "max_num_seqs": 64, "enable_chunked_prefill": False}, ""),
+        ({"max_num_batched_tokens": 16, "max_num_seqs": None, "long_prefill_token_threshold": 64}, ""),
+    ],
+)
+def test_numbers_of_tokens_that_vllm_refuses_together_are_refused_by_both_names(
+    arguments: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InvalidInput, match=sentence) if sentence else contextlib.nullcontext():
+        check_token_limits(arguments, longest=64)

@@ -105,6 +105,11 @@ def test_a_reference_in_prose_is_a_fault_of_the_data(answer: str) -> None:
         math_answer(r"\boxed{10000}", answer)
 
 
+def test_a_reference_of_more_digits_than_python_reads_is_no_error_of_the_reward() -> None:
+    reference = rf"0.\overline{{{'123' * 1700}}}"
+    assert math_answer(rf"\boxed{{{reference}}}", reference) == 1.0 and math_answer(r"\boxed{1/3}", reference) == 0.0
+
+
 def test_a_reference_in_words_is_an_answer() -> None:
     for answer in ("no real solutions", r"\text{It is impossible}", "18 dollars", "x=2 or x=3", "50 miles per hour"):
         assert math_answer(rf"\boxed{{{answer}}}", answer) == 1.0 and math_answer(r"\boxed{7}", answer) == 0.0

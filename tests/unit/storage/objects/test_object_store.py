@@ -9,16 +9,19 @@ import shutil
 import stat
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 
+from storage.log.runs import trainer_lock
 from storage.objects.digests import DIGEST_FILE, verify_folder
 from storage.objects.object_store import MIN_FREE_VARIABLE, ConditionRefused, LocalStore, StoreError, StoreFull
 from storage.objects.opening import open_store, probe
 from storage.objects.s3_store import S3Store
 from storage.objects.tables import ipc_bytes
 from storage.shards.shards import commit_shard
+from storage.views.search_index import SearchIndex
 from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, local_store, provenance
 from tests.store_behaviour import *  # noqa: F403
 
@@ -158,6 +161,41 @@ def test_a_disk_or_quota_that_fills_up_while_writing_leaves_nothing(
     assert store.get("key") == b"old" and _all_files(store) == ["key"]
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_what_may_not_be_written_is_named(store: LocalStore, monkeypatch: pytest.MonkeyPatch, number: int):
+    log = a_log(store)
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    for path, write in (
+        ("folder/key", lambda: store.put("folder/key", b"new")),
+        ("runs/run/trainer.lock", lambda: trainer_lock(log).__enter__()),
+        ("index/lock", lambda: SearchIndex(log, store.root / "index", load_embedding=pytest.fail).update()),
+    ):
+        with pytest.raises(StoreError, match=f"no permission to write {store.root / path}: {os.strerror(number)}"):
+            write()
+
+
+def test_a_disk_without_room_for_another_file_says_so(store: LocalStore, monkeypatch: pytest.MonkeyPatch):
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    room = dict.fromkeys(("f_blocks", "f_bavail", "f_bfree"), 10**10)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_files=120, f_favail=0, f_frsize=1, **room))
+    with pytest.raises(StoreFull, match=r"is full: .* free, and no more files fit there, as `df -i` shows"):
+        store.put("key", b"")
+
+
+def test_a_disk_without_room_for_gc_does_not_advise_it_alone(store: LocalStore, monkeypatch: pytest.MonkeyPatch):
+    full = shutil.disk_usage("/")._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(StoreFull, match="Remove other files from that disk: `millrace gc` writes too"):
+        store.put_if_absent("key", bytes(1000))
+
+
 def test_a_budget_that_is_no_number_is_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch):
     for setting in ("much", "1 GB", "-1", "nan"):
         monkeypatch.setenv(MIN_FREE_VARIABLE, setting)
@@ -173,6 +211,7 @@ def test_a_budget_that_is_no_number_is_refused(store: LocalStore, monkeypatch: p
         ("s3://bucket//prefix", "empty name between two slashes; use s3://bucket/prefix$"),
         ("S3://bucket/prefix", "unknown scheme 'S3'; use a folder, file:///… or s3://bucket/prefix$"),
         ("http://[::1", "unknown scheme 'http'"),
+        ("s3:/bucket/prefix", "has one slash where a URI has two; use s3://bucket/prefix, or ./s3:/bucket/prefix$"),
         ("s3:///prefix", "empty name between two slashes; use s3://bucket/prefix$"),
     ],
 )

@@ -9,6 +9,7 @@ import logging
 import shutil
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -295,6 +296,18 @@ def test_a_database_whose_first_migration_was_killed_is_an_outage_with_the_fix(t
         log = create_run(local_store(tmp_path), "run", {})
         log.append(BASE)
         Registry(log, tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}").sync()
+
+
+def test_a_database_that_cannot_be_opened_is_an_outage_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on a disk that may only be read: MLflow alone would try for 100 s, and the end of a run waits."""
+    pauses: list[float] = []
+    monkeypatch.setattr("mlflow.store.db.utils.time", SimpleNamespace(sleep=pauses.append))
+    (tmp_path / "mlflow.db").mkdir()
+    log = create_run(local_store(tmp_path), "run", {})
+    log.append(BASE)
+    with pytest.raises(RegistryUnavailable, match="unable to open database file"):
+        Registry(log, tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}").sync()
+    assert sum(pauses) < 1
 
 
 def test_files_are_attached_once_by_name_and_lie_beside_the_database(mirror: _Mirror, tmp_path: Path):

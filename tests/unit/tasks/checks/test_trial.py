@@ -86,6 +86,7 @@ def test_a_method_that_never_returns_ends_the_check(
             Exception,
             r"accept returned None.*mine\.py:17",
         ),
+        (_ASKS + "def accept(self, group):\n    return 'no'", Exception, r"accept returned 'no'.*mine\.py:17"),
         (
             _ASKS + "async def score_group(self, task, attempts):\n    return [1.0]",
             Exception,
@@ -293,6 +294,17 @@ def test_a_method_that_never_returns_ends_the_check(
             InvalidInput,
             r"played before anything was started: .*line 2: the tests import nowhere, which is not installed"
             r"[^\0]*\n  at .*mine\.py:16 in run",
+        ),
+        ("import os; os._exit(0)", InvalidInput, r"its module ends with SystemExit\(0\) at .*mine\.py:14"),
+        (
+            _ASKS.replace("return 1", "__import__('os')._exit(0)"),
+            Exception,
+            r"Mine.run ended with SystemExit\(0\); .*mine\.py:14",
+        ),
+        (
+            "class Panic(BaseException):\n    pass\nraise Panic('index')",
+            InvalidInput,
+            r"workflow = .*: Panic: index\n  at .*mine\.py:16",
         ),
         ("exit(3)", InvalidInput, r"its module ends with SystemExit\(3\) at .*mine\.py:14; put what a script"),
         (
@@ -742,7 +754,7 @@ def test_code_that_holds_up_every_attempt_is_named_while_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     named, handler, preflight = threading.Event(), logging.Handler(), logging.getLogger("millrace.preflight")
-    monkeypatch.setattr(handler, "emit", lambda record: named.set())
+    monkeypatch.setattr(handler, "emit", lambda record: named.set() if "held up" in record.getMessage() else None)
     monkeypatch.setattr(preflight, "handlers", [*preflight.handlers, handler])
     monkeypatch.setattr(threading, "named", named, raising=False)
     monkeypatch.setattr("tasks.checks.playing._BLOCKED_SECONDS", 0.2)
