@@ -30,6 +30,8 @@ them again, page by page, takes a twentieth of a small step, and more beside bus
 is what it grows to by itself, are mapped, and go back."""
 _KEEPS_ALL_IN_ONE_ARENA = "narenas:1,dirty_decay_ms:-1,oversize_threshold:0"
 """The same for jemalloc. More arenas have more holes, also the one that it has for large blocks."""
+_LARGE = 100 * 10**6
+"""Bytes of a model from which a step takes so long that getting its memory anew, page by page, no longer counts."""
 _MALLOPT = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}
 """Variable → its number in malloc.h."""
 
@@ -255,3 +257,10 @@ def give_back_freed_memory() -> None:
         purge(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))  # MALLCTL_ARENAS_ALL
     elif trim := getattr(process, "malloc_trim", None):
         trim(0)
+
+
+def give_back_beside_large(model_bytes: int) -> None:
+    """The same after a step or a load, of a model of so many bytes, if it is large. Its blocks have other sizes each
+    time, so what is kept fits the next ones less and less."""
+    if model_bytes >= _LARGE:
+        give_back_freed_memory()
