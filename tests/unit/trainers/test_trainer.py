@@ -289,6 +289,8 @@ def test_one_step_behind_the_gap_is_measured_under_the_policy_that_sampled_and_t
         )
 
     kept_beside_gradients: list[int] = []
+    given_back: list[int] = []
+    monkeypatch.setattr("trainers.gap_probes.give_back_beside_large", given_back.append)
 
     def run() -> tuple[Trainer, list[dict[str, float]]]:
         """What is trained was always sampled one policy before; the first claim has no other."""
@@ -316,6 +318,7 @@ def test_one_step_behind_the_gap_is_measured_under_the_policy_that_sampled_and_t
     # The first mini-batch keeps a policy, for the next step: a second one has it beside its own gradients.
     later = trainer.kept.num_bytes if "num_minibatches" in settings else 0
     assert set(kept_beside_gradients) == {0, later}, "an earlier policy takes no memory while there are gradients"
+    assert given_back == [0, trainer.kept.num_bytes, trainer.kept.num_bytes]
     expected = sum(len(row.reply) for shard in (0, 1) for row in [r for r in rows if r.group % 2 == shard][:4])
     assert measured[-1]["engine_gap_tokens"] == expected
     monkeypatch.setattr("trainers.gap_probes.KeptPolicy.is_due", lambda *_, **__: False)
