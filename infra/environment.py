@@ -31,9 +31,9 @@ is what it grows to by itself, are mapped, and go back."""
 _KEEPS_ALL_IN_ONE_ARENA = "narenas:1,dirty_decay_ms:-1,oversize_threshold:0,lg_extent_max_active_fit:64"
 """The same for jemalloc. More arenas have more holes, also the one that it has for large blocks. By default it cuts no
 block from a free one of more than 64 times its size: what a pack has freed in one piece would not serve the next."""
-FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Products of matrices that oneDNN, below torch, keeps ready, one for each shape. A trainer asks for some 20 of each
-pack, and packs have other lengths each time: by default it would keep 1,024."""
+FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
+"""Products of matrices that oneDNN, below torch, keeps ready, one for each shape, each with buffers of a quarter MiB
+for its code. A trainer asks for some 20 of each pack, and packs have other lengths each time; the default is 1,024."""
 _LARGE = 100 * 10**6
 """Bytes of a model from which a step takes so long that getting its memory anew, page by page, no longer counts."""
 _MALLOPT = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}
