@@ -28,8 +28,14 @@ KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_TH
 """With these, glibc keeps the memory that a step frees for the next step. Returning megabytes to the kernel and getting
 them again, page by page, takes a twentieth of a small step, and more beside busy engines. Blocks above the first, which
 is what it grows to by itself, are mapped, and go back."""
-_KEEPS_ALL_IN_ONE_ARENA = "narenas:1,dirty_decay_ms:-1,oversize_threshold:0"
-"""The same for jemalloc. More arenas have more holes, also the one that it has for large blocks."""
+_KEEPS_ALL_IN_ONE_ARENA = "narenas:1,dirty_decay_ms:-1,oversize_threshold:0,lg_extent_max_active_fit:64"
+"""The same for jemalloc. More arenas have more holes, also the one that it has for large blocks. By default it cuts no
+block from a free one of more than 64 times its size: what a pack has freed in one piece would not serve the next."""
+FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
+"""Products of matrices that oneDNN, below torch, keeps ready, one for each shape, each with buffers of a quarter MiB
+for its code. A trainer asks for some 20 of each pack, and packs have other lengths each time; the default is 1,024."""
+_LARGE = 100 * 10**6
+"""Bytes of a model from which a step takes so long that getting its memory anew, page by page, no longer counts."""
 _MALLOPT = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}
 """Variable → its number in malloc.h."""
 
@@ -255,3 +261,10 @@ def give_back_freed_memory() -> None:
         purge(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))  # MALLCTL_ARENAS_ALL
     elif trim := getattr(process, "malloc_trim", None):
         trim(0)
+
+
+def give_back_beside_large(model_bytes: int) -> None:
+    """The same after a step or a load, of a model of so many bytes, if it is large. Its blocks have other sizes each
+    time, so what is kept fits the next ones less and less."""
+    if model_bytes >= _LARGE:
+        give_back_freed_memory()

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from infra.environment import give_back_beside_large
 from trainers.data.samples import Samples
 from trainers.health import MOST_UNLIKELY, GapMeter, Reduce, rows_to_probe
 from trainers.model.batches import Pack
@@ -56,8 +57,13 @@ class KeptPolicy:
             kept.copy_(weights)
         self.version = version
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights that are kept."""
+        return sum(weights.nbytes for weights in self._weights)
+
     def forget(self) -> None:
-        """Keep nothing: the weights became others than the policy's that the log names."""
+        """Keep nothing: the policy is not needed again, or the weights became others than its that the log names."""
         self._weights, self.version = [], None
 
     @contextlib.contextmanager
@@ -87,11 +93,18 @@ class GapProbes:
     @torch.no_grad()
     def of_kept(self, update: Update, batch: StepBatch) -> GapMeter:
         """A few rows of each shard of which only the kept policy's tokens can be compared. Call it before there are
-        gradients: the policy's own weights stand aside meanwhile."""
+        gradients: the policy's own weights stand aside meanwhile.
+
+        If the base policy will be kept after this batch, the kept one leaves its memory to gradients and activations. A
+        batch that is refused then has those tokens of the next one compared as tokens of a policy that is not kept."""
         started, meter, nothing_B = time.perf_counter(), GapMeter(), np.zeros(batch.samples.num_rows, bool)
         if len(batch.samples.shards_B) and batch.values["kept_gap_weights"].any():
             with self._kept.in_place():
                 self._probe(batch, nothing_B, meter, weights="kept_gap_weights", per_shard=_KEPT_ROWS)
+        if self._is_due(batch.samples, base_version=batch.base_version):
+            num_bytes = self._kept.num_bytes
+            self._kept.forget()
+            give_back_beside_large(num_bytes)  # and that of the weights that stood aside
         update.gap_seconds += time.perf_counter() - started
         return meter
 
@@ -111,10 +124,13 @@ class GapProbes:
         started = time.perf_counter()
         gap = update.meter.result(self._sum, num_shards=max(1, len(samples.shard_ids)))
         gap.check(samples.shard_ids or ["these samples"], max_gap=max_gap)
-        if self._kept.is_due(samples.versions_T[samples.mask_T], base_version=base_version):
+        if self._is_due(samples, base_version=base_version):
             self._kept.keep(base_version)
         self.seconds = update.gap_seconds + time.perf_counter() - started
         return gap.metrics()
+
+    def _is_due(self, samples: Samples, *, base_version: int) -> bool:
+        return self._kept.is_due(samples.versions_T[samples.mask_T], base_version=base_version)
 
     def _probe(
         self, batch: StepBatch, measured_B: np.ndarray, meter: GapMeter, *, weights: str, per_shard: int = 1

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from infra.environment import give_back_freed_memory
+from infra.environment import give_back_beside_large
 from settings.errors import InvalidInput, counted
 from settings.run_file import RunConfig
 from storage.log.entries import Claim, Policy, Step
@@ -47,9 +47,6 @@ from trainers.trainer import Trainer
 
 logger = logging.getLogger("millrace.trainer")
 
-_LARGE = 100 * 10**6
-"""Bytes of a policy from which a step takes so long that getting its memory anew, page by page, no longer counts."""
-
 
 class RunTrainer:
     """A run's trainer, fed with the groups its log says were claimed."""
@@ -72,7 +69,7 @@ class RunTrainer:
         self._base_tokenizer = tokenizer_sha256(self._base_folder)
         self.trainer = Trainer(self._base_folder, config, reference=self._reference(reference))
         self._begun: Claim | None = None  # of the next step, as far as the gradients of its parts are in
-        self._give_back()  # what reading the model took for a moment
+        give_back_beside_large(self.policy_bytes)  # what reading the model took for a moment
         if config.train.lora is None:
             refuse_unstored(self.trainer.model.causal_lm, self._base_folder)
         self._dtypes = self._published_dtypes()
@@ -244,17 +241,12 @@ class RunTrainer:
                 max_gap=self.config.train.max_gap if is_judged else math.inf,
             )
             self.trainer.free_gradients()
-            self._give_back()
+            give_back_beside_large(self.policy_bytes)
             return {**metrics, **samples.turn_metrics}
         nothing = {"trained_tokens": 0.0, "trained_rows": 0.0, "trained_groups": 0.0}
         if claim.fallback == "skip_step":
             return {**nothing, "skipped": 1.0}
         return {**nothing, **self.trainer.step_without_gradient(step=claim.step)}
-
-    def _give_back(self) -> None:
-        """Blocks of a large model have other sizes each time, so what is kept fits the next ones less and less."""
-        if self.policy_bytes >= _LARGE:
-            give_back_freed_memory()
 
     def restore(self, steps: Sequence[Step]) -> None:
         """Train recorded steps again; without the weights they made, take the recorded ones."""

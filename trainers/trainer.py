@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from infra.environment import KEEPS_FREED_MEMORY, adopt_malloc
+from infra.environment import FEW_PRIMITIVES, KEEPS_FREED_MEMORY, adopt_malloc
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
 from settings.train import TrainSettings
@@ -65,6 +66,8 @@ class Trainer:
         self.device = choose_device(settings.device)
         if self.device.type == "cpu":
             adopt_malloc(KEEPS_FREED_MEMORY)
+            for name, value in FEW_PRIMITIVES.items():  # read at the first product
+                os.environ.setdefault(name, value)
         self._mesh = start_process_group(self.device, num_replicas=settings.num_replicas)
         size = settings.sequence_parallel
         team = join_team(size)

@@ -193,16 +193,15 @@ def _fold_slice(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Add a slice to the largest logit, Σ e^(z − top), Σ (z − top) e^(z − top) and the target's logit, per token.
     `local_T` is where the target stands in this slice; outside of it if it is in another one."""
-    logits_TW = logits_TW.to(top_T.dtype)
-    new_top_T = torch.maximum(top_T, logits_TW.amax(1))
+    new_top_T = torch.maximum(top_T, logits_TW.amax(1).to(top_T.dtype))
     local_T, is_here_T = _inside(local_T, logits_TW.shape[1])
-    target_T = torch.where(is_here_T, logits_TW.gather(1, local_T[:, None])[:, 0], target_T)
-    shifted_TW = logits_TW - new_top_T[:, None]
+    target_T = torch.where(is_here_T, logits_TW.gather(1, local_T[:, None])[:, 0].to(top_T.dtype), target_T)
+    shifted_TW = _less(logits_TW, new_top_T)
     weights_TW = shifted_TW.exp()
     # Before the first slice the top is −∞: there is nothing to carry over, and −∞ · 0 would be no number.
     lift_T = torch.where(top_T.isinf(), torch.zeros_like(top_T), top_T - new_top_T)
     decay_T = lift_T.exp()
-    moment_T = (moment_T + total_T * lift_T) * decay_T + (weights_TW * shifted_TW).sum(1)
+    moment_T = (moment_T + total_T * lift_T) * decay_T + shifted_TW.mul_(weights_TW).sum(1)
     return new_top_T, total_T * decay_T + weights_TW.sum(1), moment_T, target_T
 
 
@@ -216,13 +215,14 @@ def _turn_into_gradient(
 ) -> torch.Tensor:
     """The loss's gradient by these logits, in their type: a (1[target] − p) − b p (log p + H), with a and b the
     gradients by log-probability and entropy."""
-    log_p_TW = logits_TW.to(log_sum_T.dtype) - log_sum_T[:, None]
-    p_TW = log_p_TW.exp()
+    log_p_TW = _less(logits_TW, log_sum_T)
     local_T, is_here_T = _inside(local_T, logits_TW.shape[1])
     if grad_entropy_T is None:
-        gradient_TW = p_TW * -grad_logprobs_T[:, None]
+        gradient_TW = log_p_TW.exp_().mul_(-grad_logprobs_T[:, None])
     else:
-        gradient_TW = -p_TW * (grad_logprobs_T[:, None] + grad_entropy_T[:, None] * (log_p_TW + entropy_T[:, None]))
+        p_TW = log_p_TW.exp()
+        weights_TW = log_p_TW.add_(entropy_T[:, None]).mul_(grad_entropy_T[:, None]).add_(grad_logprobs_T[:, None])
+        gradient_TW = p_TW.neg_().mul_(weights_TW)
     at_target_T = torch.where(is_here_T, grad_logprobs_T, torch.zeros_like(grad_logprobs_T))
     if torch.compiler.is_compiling():  # a comparison fuses; a scatter would write everything out first
         columns_W = torch.arange(logits_TW.shape[1], device=logits_TW.device)
@@ -230,6 +230,13 @@ def _turn_into_gradient(
     else:
         gradient_TW.scatter_add_(1, local_T[:, None], at_target_T[:, None])
     return gradient_TW.to(logits_TW.dtype)
+
+
+def _less(logits_TW: torch.Tensor, subtrahend_T: torch.Tensor) -> torch.Tensor:
+    """Logits less a number of each token, in the type of that number: one new tensor, which may be overwritten."""
+    if logits_TW.dtype == subtrahend_T.dtype:
+        return logits_TW - subtrahend_T[:, None]
+    return logits_TW.to(subtrahend_T.dtype).sub_(subtrahend_T[:, None])
 
 
 def _inside(local_T: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,7 +249,8 @@ def _softmax_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _bytes_per_logit(dtype: torch.dtype, *, compile: bool) -> int:
-    """What one logit of a slice needs at the worst moment: itself and three steps of its gradient, fused the last."""
+    """What one logit of a slice may need: itself and three steps of its gradient, fused the last. It is less since the
+    steps overwrite each other, but widths of slices follow from it, and they decide the last bits of the weights."""
     return 2 * dtype.itemsize if compile else dtype.itemsize + 3 * _softmax_dtype(dtype).itemsize
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from infra.environment import give_back_beside_large
 from infra.weight_broadcast import Broadcast, receive
 from rollouts.engines.draws import DRAW, nth_seeds
 from rollouts.engines.engine import EngineError
@@ -185,11 +186,17 @@ class ReloadExtension:
         experts = [name for name, method in methods.items() if getattr(method, "moe_kernel", None) is not None]
         for name in experts if current_platform.is_cpu() else ():
             methods[name].moe_kernel = None
-        load_weights, incomplete = model.load_weights, {}
+        load_weights, incomplete, num_bytes = model.load_weights, {}, 0
+
+        def count(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+            nonlocal num_bytes
+            for name, tensor in weights:
+                num_bytes += tensor.nbytes
+                yield name, tensor
 
         def load_and_check(weights: Iterable[tuple[str, Any]]) -> Any:
             nonlocal incomplete
-            loaded = load_weights(weights)
+            loaded = load_weights(count(weights))
             incomplete = self._incomplete_layers(model)
             if unchanged := [name for name in experts if incomplete.get(name, "").startswith("0 of")]:
                 raise InvalidInput(
@@ -218,6 +225,7 @@ class ReloadExtension:
             for module in model.modules():
                 if type(module).__name__ == "ParallelLMHead":
                     module.quant_method.process_weights_after_loading(module)
+        give_back_beside_large(num_bytes)  # at the first load what the start took for a moment, more than the model
 
     def _incomplete_layers(self, model: Any) -> dict[str, str]:
         """Layers that lack elements after a load: padded ones, and those whose tensors are missing."""

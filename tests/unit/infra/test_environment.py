@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import sqlalchemy
 
-from infra.environment import TELEMETRY_OFF, local_tracking_uri, prepare_environment, tracking_uri
+from infra.environment import TELEMETRY_OFF, allocator, local_tracking_uri, prepare_environment, tracking_uri
 from infra.user_code import PRODUCT
 from settings.places.state_folder import sqlite_file, sqlite_uri, store_uri
 
@@ -148,3 +148,22 @@ def test_a_database_is_where_its_folder_is_whatever_that_is_called(name: str, tm
     with sqlalchemy.create_engine(uri := sqlite_uri(file)).connect() as connection:
         connection.execute(sqlalchemy.text("CREATE TABLE numbers (number INT)"))
     assert file.stat().st_size and sqlite_file(uri) == file
+
+
+_BLOCKS = """
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+large = b"x" * 2**28
+del large
+before = resident()
+small = [b"x" * 2**20 for _ in range(128)]
+print((resident() - before) >> 20)
+"""
+
+
+def test_what_was_freed_in_one_piece_serves_much_smaller_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LD_PRELOAD", "MALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    environment = {**os.environ, **allocator()}
+    done = subprocess.run([sys.executable, "-c", _BLOCKS], env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 32, "MiB, of 128 that were there"

@@ -288,9 +288,21 @@ def test_one_step_behind_the_gap_is_measured_under_the_policy_that_sampled_and_t
             shards=2,
         )
 
+    kept_beside_gradients: list[int] = []
+    given_back: list[int] = []
+    monkeypatch.setattr("trainers.gap_probes.give_back_beside_large", given_back.append)
+
     def run() -> tuple[Trainer, list[dict[str, float]]]:
         """What is trained was always sampled one policy before; the first claim has no other."""
         trainer = trainer_of(tiny_folder, learning_rate=1e-2, **settings)
+        forward = trainer._forward
+
+        def look(*arguments: Any, **named: Any) -> Any:
+            if torch.is_grad_enabled():
+                kept_beside_gradients.append(trainer.kept.num_bytes)
+            return forward(*arguments, **named)
+
+        monkeypatch.setattr(trainer, "_forward", look)
         samples, metrics = sampled_by(trainer, 0), []
         for step in range(1, 5):
             coming = sampled_by(trainer, step - 1)
@@ -303,6 +315,10 @@ def test_one_step_behind_the_gap_is_measured_under_the_policy_that_sampled_and_t
     measured = [each for each in metrics if "engine_gap" in each]
     assert [each["engine_gap"] for each in measured] == pytest.approx([wrong_by] * 3, abs=1e-5)
     assert (measured[-1]["engine_gap"] > SUSPICIOUS_GAPS["float32"]) == bool(wrong_by)
+    # The first mini-batch keeps a policy, for the next step: a second one has it beside its own gradients.
+    later = trainer.kept.num_bytes if "num_minibatches" in settings else 0
+    assert set(kept_beside_gradients) == {0, later}, "an earlier policy takes no memory while there are gradients"
+    assert given_back == [0, trainer.kept.num_bytes, trainer.kept.num_bytes]
     expected = sum(len(row.reply) for shard in (0, 1) for row in [r for r in rows if r.group % 2 == shard][:4])
     assert measured[-1]["engine_gap_tokens"] == expected
     monkeypatch.setattr("trainers.gap_probes.KeptPolicy.is_due", lambda *_, **__: False)

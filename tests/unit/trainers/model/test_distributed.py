@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from infra.environment import FEW_PRIMITIVES
 from tests.processes import num_new_pages
 from tests.unit.trainers.builders import (
     largest_difference,
@@ -52,3 +54,15 @@ def test_measuring_a_shard_that_the_first_minibatch_does_not_see_trains_nothing_
 )
 def test_what_a_step_frees_is_there_for_the_next_one(first: str, is_kept: bool):
     assert (num_new_pages(first) < 8_000) is is_kept, "of 16,384 pages, those the kernel had to give anew"
+
+
+@pytest.mark.parametrize("of_user", [None, "7"])
+def test_few_products_are_kept_ready_unless_the_user_has_said_how_many(
+    tiny_folder: Path, of_user: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [(name, few)] = FEW_PRIMITIVES.items()
+    monkeypatch.setenv(name, of_user or "")
+    if of_user is None:
+        monkeypatch.delenv(name)
+    trainer_of(tiny_folder)
+    assert os.environ[name] == (of_user or few)

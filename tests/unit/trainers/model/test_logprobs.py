@@ -1,6 +1,7 @@
 """Sliced log-probabilities and entropy equal the plain softmax, in value and in gradient, at any slicing."""
 
 import functools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainers.model import logprobs as logprobs_module
 from trainers.model.logprobs import _compiled, _logits, linear_logprobs
@@ -91,6 +93,51 @@ def test_where_half_of_the_memory_holds_all_logits_they_are_computed_once(
     for one, other in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
     assert products == [128, 22] * (num_products // 2)
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_beside_its_logits_a_slice_has_few_tensors_in_float32_at_a_time(
+    dtype: torch.dtype, entropy_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs_module, "_KEEP_BYTES", 0)
+    hidden, output, targets = _inputs(dtype=dtype)
+    of_all, most = 11 * 150 * 4, {}
+
+    def measured(step: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            with _Held() as held:
+                result = step(*arguments)
+            most[step.__name__] = held.most // of_all
+            return result
+
+        return call
+
+    for name in ("_fold_slice", "_turn_into_gradient"):
+        monkeypatch.setattr(logprobs_module, name, measured(getattr(logprobs_module, name)))
+    logprobs, entropy = linear_logprobs(
+        hidden, output, targets, temperature=0.9, entropy_grad=entropy_grad, tile_bytes=_ALL_AT_ONCE
+    )
+    (logprobs.sum() + entropy.sum() if entropy_grad else logprobs.sum()).backward()
+    # The shifted logits and their exponentials; the gradient takes the place of both.
+    assert most == {"_fold_slice": 2, "_turn_into_gradient": 1 + entropy_grad}
+
+
+class _Held(TorchDispatchMode):
+    """Counts the bytes of large new tensors that are there at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        result = function(*arguments, **(named or {}))
+        is_new = isinstance(result, torch.Tensor) and not any(result is each for each in arguments)
+        if is_new and result.numel() == 11 * 150 and result.dtype == torch.float32:
+            self._alive[id(result)] = result
+            self.most = max(self.most, sum(each.nbytes for each in self._alive.values()))
+        return result
 
 
 @pytest.mark.parametrize("tile_bytes", [2**29, 1])

@@ -26,7 +26,8 @@ def test_every_worker_answers_and_one_that_fails_is_named():
 
 
 class _Model(torch.nn.Linear):
-    def load_weights(self, weights: Any) -> None: ...
+    def load_weights(self, weights: Any) -> None:
+        list(weights)
 
 
 class _Runner:
@@ -42,10 +43,11 @@ class _Runner:
     def get_model(self) -> torch.nn.Module:
         return self.model
 
-    def reload_weights(self, **_: Any) -> None:
+    def reload_weights(self, weights_iterator: Any = (), **_: Any) -> None:
         from vllm.config import get_current_vllm_config
 
         self.seen.append(get_current_vllm_config())
+        self.model.load_weights(weights_iterator)
         if self.fails:
             raise ValueError("cut short")
 
@@ -62,3 +64,16 @@ def test_kernels_that_are_made_anew_in_a_reload_find_vllm_s_configuration(fails:
     else:
         results([worker.reload_policy("policy")])
     assert worker.model_runner.seen == [worker.vllm_config] and get_current_vllm_config_or_none() is None
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_load_of_a_large_model_gives_back_what_it_took_for_a_moment(
+    is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[bool] = []
+    monkeypatch.setattr("infra.environment.give_back_freed_memory", lambda: given_back.append(True))
+    worker: Any = ReloadExtension()
+    worker.vllm_config, worker.model_runner = object(), _Runner(fails=False)
+    weight = torch.empty(50 * 10**6 if is_large else 50, dtype=torch.bfloat16, device="meta")
+    worker._reload("a policy", weights_iterator=iter([("weight", weight)]))
+    assert given_back == [True] * is_large
