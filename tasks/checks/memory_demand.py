@@ -31,7 +31,7 @@ STATE = ("weights", "gradients and moments")
 """Parts of a rank that `train.offload_optimizer` moves."""
 OVERHEAD = {
     "GPU": {"trainer": 0.8 * 2**30, "engine": 1.5 * 2**30, "run": 0.0},
-    "CPU": {"trainer": 0.4 * 2**30, "engine": 1.0 * 2**30, "run": 0.9 * 2**30},
+    "CPU": {"trainer": 0.4 * 2**30, "engine": 0.75 * 2**30, "run": 0.9 * 2**30},
 }
 """Libraries, contexts and graphs of one process, and of driver, Ray, Prefect and MLflow together. Those of CPUs were
 measured with the tiny model, whose processes share most of their libraries; those of GPUs are estimates."""
@@ -131,9 +131,10 @@ def trainer_rank(config: RunConfig, sizes: Sizes, kind: str) -> Demand:
         "gathered layers": width * (2 * in_layer + sizes.outside_layers),
         "activations": tokens * kept,
         "logits": min(train.logits_gib * 2**30, tokens * (sizes.vocabulary or math.inf) * 3 * 4),
-        "earlier policy": width * trained / shards * (kind == "CPU" and config.max_staleness > 0),
         "libraries": OVERHEAD[kind]["trainer"],
     }
+    if kind == "CPU" and config.max_staleness > 0:  # it is there when activations and logits are not
+        parts["earlier policy"] = max(0, width * trained / shards - parts["activations"] - parts["logits"])
     if train.offload_optimizer and kind == "GPU":
         parts |= dict.fromkeys(STATE, 0)
     if train.offload_activations and kind == "GPU":
