@@ -63,8 +63,8 @@ def _figures(document: str) -> list[str]:
 
 
 def _page(document: str) -> str:
-    """What is shown, without the scripts and data that are in the file, and where a name may break."""
-    return re.sub(r"<script.*?</script>|<wbr>", "", document, flags=re.DOTALL)
+    """What is shown, without the scripts and data that are in the file, and without marks on names of settings."""
+    return re.sub(r'<script.*?</script>|<wbr>|(?<=<code) class="name"', "", document, flags=re.DOTALL)
 
 
 def _assert_drawn(document: str, console: list[str]) -> None:
