@@ -132,8 +132,7 @@ def start_services(home: Path, *, announce: Callable[[str], None]) -> dict[str, 
 def stop_services(home: Path, services: dict[str, Service] | None = None) -> list[str]:
     """Stop exactly what `start_services` started, children included; returns the names."""
     services = running_services(home) if services is None else services
-    for service in services.values():
-        _end(service)
+    _end(*services.values())
     (home / "services.json").unlink(missing_ok=True)
     return list(services)
 
@@ -168,12 +167,10 @@ def _start_prefect(port: int, logs: Path, *, evaluates_triggers: bool) -> Servic
     )
 
 
-def _end(service: Service) -> None:
-    """Stop a service and its children."""
-    process = service.process()
-    if process is None:
-        return
-    alive = [process, *process.children(recursive=True)]
+def _end(*services: Service) -> None:
+    """Stop services and their children, all at the same time."""
+    processes = [process for service in services if (process := service.process()) is not None]
+    alive = [member for process in processes for member in [process, *process.children(recursive=True)]]
     for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
         for member in alive:
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
