@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from infra.structured_logs import logs_are_json
-from settings.errors import InvalidInput, path_errors
+from settings.errors import InvalidInput, nearest_existing, path_errors
 from settings.places.hints import COMMAND, executable
 from settings.places.state_folder import HOME, HOME_FOUND, expanded, find_home, home, sqlite_uri
 from settings.redaction import holds_secret, redact_logs, without_secrets
@@ -118,11 +118,6 @@ def _git(*arguments: str) -> str:
 def _hub_folder() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or expanded("~/.cache")
     return Path(cache) / "huggingface"
-
-
-def nearest_existing(place: Path) -> Path:
-    """The place, or what is there of those above it."""
-    return next(each for each in (place, *place.parents) if each.exists())
 
 
 def _is_writable(folder: Path) -> bool:

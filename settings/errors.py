@@ -154,10 +154,14 @@ def check_room(places: Mapping[str, Path]) -> None:
             raise _no_room(f"{name}, {folder},", free)
 
 
+def nearest_existing(place: Path) -> Path:
+    """The place, or what is there of those above it."""
+    return next((each for each in (place, *place.parents) if each.exists()), place)
+
+
 def free_bytes(folder: Path) -> int:
     """Free space of the disk that a folder is on, or will be. What has no size, such as /sys, is never full."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    folder = nearest_existing(folder)
     usage = shutil.disk_usage(folder)
     return usage.free if usage.total else sys.maxsize
 

@@ -21,7 +21,7 @@ from typing import BinaryIO, Protocol
 
 import pyarrow as pa
 
-from settings.errors import DiskFull, UserError, free_bytes, is_disk_full, size
+from settings.errors import DiskFull, UserError, free_bytes, is_disk_full, nearest_existing, size
 from settings.places.hints import command
 
 MIN_FREE_VARIABLE = "MILLRACE_MIN_FREE_GB"
@@ -299,9 +299,7 @@ def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy:
 
 def has_no_inodes(folder: Path) -> bool:
     """True if the disk that a folder is on, or will be, has a number of files and no more of it."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    disk = os.statvfs(folder)
+    disk = os.statvfs(nearest_existing(folder))
     return disk.f_files > 0 and not disk.f_favail
 
 

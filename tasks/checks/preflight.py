@@ -19,7 +19,7 @@ from urllib.parse import urlparse
 
 import httpx
 
-from infra.environment import nearest_existing, tracking_uri
+from infra.environment import tracking_uri
 from infra.placement import check_shares, gpus_of, nodes_to_use
 from rollouts.chat.tool_parsing import check_parser
 from rollouts.engines.vllm.core_start import is_cpu_build
@@ -28,7 +28,7 @@ from rollouts.production.engine_choice import ADAPTERS_OF_16_BITS, check_cpu_eng
 from rollouts.production.prompts import task_set
 from rollouts.sandbox.sandbox import require_sandbox, sandbox_report
 from rollouts.workflow import Workflow
-from settings.errors import InvalidInput, MissingPackage, check_room, counted, path_errors
+from settings.errors import InvalidInput, MissingPackage, check_room, counted, nearest_existing, path_errors
 from settings.loss import CustomLoss
 from settings.places.hints import command
 from settings.places.state_folder import expanded, home, sqlite_file, store_folder, store_uri, written_places

@@ -124,7 +124,7 @@ class Layout:
         """How many tokens the model computes, on all ranks of the team."""
         return int(self._computed_T.max()) + 1
 
-    @property
+    @functools.cached_property
     def num_pairs(self) -> int:
         """How often a computed token sees another one or itself, if it sees all before it in its sequence."""
         places_T = torch.arange(len(self._computed_T)) - self._starts_S.repeat_interleave(self.lengths_S)
