@@ -25,7 +25,9 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from infra.environment import TELEMETRY_OFF
+from infra.environment import TELEMETRY_OFF, prepare_environment
+from infra.forks import SOURCE, imported_early
+from rollouts.engines.vllm.core_start import FRONT_END, IMPORTED
 from settings.places.hints import COMMAND
 from tests.apt import CannotInstall
 from tests.ceph import Ceph, ceph_server
@@ -121,10 +123,18 @@ def _environment(home: Path) -> dict[str, str]:
 class Home:
     """A state folder of its own, and the real command run against it."""
 
-    def __init__(self, path: Path, prefect_api: str) -> None:
+    def __init__(self, path: Path, prefect_api: str, *, forks: str = "") -> None:
+        """`forks` is the process that workers are forks of, as `fork_source` says it; else each command has its own."""
         self.path = path
         # So wide that no sentence is broken in two.
         self.environment = {**_environment(path), "PREFECT_API_URL": prefect_api, "COLUMNS": "1000"}
+        if forks:
+            self.environment[SOURCE] = forks
+
+    def alone(self) -> Home:
+        """The same, with workers that are processes below each command."""
+        self.environment.pop(SOURCE, None)
+        return self
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `millrace …` in a process group of its own."""
@@ -225,10 +235,28 @@ def prefect_api(services_home: Path) -> Iterator[str]:
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], f"`make down` left {alive}"
 
 
+@pytest.fixture(scope="session")
+def fork_source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The process that all commands' workers are forks of: it imports torch and vLLM once, not once per command.
+
+    What depends on who a worker's parent is overrides it with the empty string, and then commands have their own.
+    """
+    folder, before = tmp_path_factory.mktemp("forks"), dict(os.environ)
+    os.environ["MILLRACE_HOME"] = str(folder)
+    prepare_environment()
+    modules = [*IMPORTED, *FRONT_END, "rollouts.production.worker", "trainers.worker"]
+    with imported_early(modules, log=folder / "imports.log"):
+        name = os.environ[SOURCE]
+        os.environ.clear()  # commands prepare their own
+        os.environ.update(before)
+        yield name
+        os.environ[SOURCE] = name
+
+
 @pytest.fixture
-def home(tmp_path: Path, prefect_api: str) -> Home:
-    """A fresh state folder, reporting to the shared Prefect server."""
-    return Home(tmp_path, prefect_api)
+def home(tmp_path: Path, prefect_api: str, fork_source: str) -> Home:
+    """A fresh state folder, reporting to the shared Prefect server, with workers that the shared source forks."""
+    return Home(tmp_path, prefect_api, forks=fork_source)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,14 @@
 """An attempt as the page shows it: messages, with the tokens of those that the policy wrote, tool calls, its group.
 
-In: a shard row, the run's tokenizer, a colouring of `cli.traj.coloring`. Out: plain values, shortened to `Limits`.
+In: ids of trajectories, the run's tokenizer, a colouring of `cli.traj.coloring`. Out: plain values, shortened to
+`Limits`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ from rich.console import Console
 from cli.traj.coloring import Coloring, by_logprob
 from cli.traj.finding import decode, load_tokenizer
 from storage.log.run_log import RunLog
-from storage.views.queries import Queries
+from storage.views.queries import open_queries
 
 SNIPPET_CHARACTERS = 100
 MOST_ATTEMPTS = 64
@@ -39,34 +41,48 @@ SHORT = Limits(messages=16, characters=1500, tokens=600)
 LONG = Limits(messages=400, characters=40_000, tokens=8000)
 """The limits of an attempt that was opened."""
 
-_ATTEMPT = """
+_ROWS = """
 SELECT r.*, r.group_id || '/' || r.attempt AS id, g.outcome, g.step, g.mean_reward, g.reject_reason AS rejected
 FROM shard_rows r LEFT JOIN groups g ON g.shard_id = r.shard_id AND g.id = r.group_id
-WHERE r.shard_id = ? AND r.group_id = ? AND r.attempt = ? ORDER BY r.sequence_idx
+WHERE r.group_id || '/' || r.attempt IN (SELECT unnest($1::VARCHAR[])) ORDER BY r.sequence_idx
+"""
+_GROUPS = """
+SELECT group_id, attempt, reward, status, reply FROM trajectories
+WHERE group_id IN (SELECT unnest($1::VARCHAR[])) AND sequence_idx = 0 ORDER BY attempt
 """
 
 
-def attempts_of(queries: Queries, shard_id: str, group_id: str, attempt: int) -> list[dict[str, Any]]:
-    """The rows of an attempt, one per training sequence; none if the shard has gone since."""
-    return queries.select(_ATTEMPT, [shard_id, group_id, attempt]).to_pylist()
+def conversations(
+    log: RunLog,
+    ids: Mapping[str, str],
+    tokenizer: Any,
+    limits: Limits,
+    *,
+    color: Callable[[dict[str, Any]], Coloring] = by_logprob,
+) -> dict[str, list[dict[str, Any]]]:
+    """Attempts by id, of each a conversation per training sequence; an attempt is missing if its shard has gone since.
+
+    `ids` are those of trajectories, each with its shard.
+    """
+    queries = open_queries(log, shard_ids=set(ids.values()))
+    rows = queries.select(_ROWS, [list(ids)]).to_pylist()
+    groups, shown = defaultdict(list), defaultdict(list)
+    for attempt in queries.select(_GROUPS, [list({row["group_id"] for row in rows})]).to_pylist():
+        groups[attempt.pop("group_id")].append(attempt)
+    for row in rows:
+        shown[row["id"]].append(_conversation(row, groups[row["group_id"]], tokenizer, limits, color(row)))
+    return shown
 
 
-def conversation(
-    queries: Queries, row: dict[str, Any], tokenizer: Any, limits: Limits, coloring: Coloring | None = None
+def _conversation(
+    row: dict[str, Any], group: list[dict[str, Any]], tokenizer: Any, limits: Limits, coloring: Coloring
 ) -> dict[str, Any]:
-    """One row of `attempts_of`, coloured by logprob unless told otherwise, and the other attempts of its group."""
-    coloring = coloring or by_logprob(row)
     turns = list(_turns(row, tokenizer, limits, coloring))
     messages = row["messages"]
     spoken = [index for index, message in enumerate(messages) if message["is_completion"]]
     # One sequence holds all turns unless the history was edited; only then do tokens stand apart from the messages.
     tokens_of = dict(zip(spoken, turns, strict=True)) if len(spoken) == len(turns) else {}
     sampled = sum(turn["sampled_len"] for turn in row["turns"])
-    others = queries.select(
-        "SELECT attempt, reward, status, reply FROM trajectories "
-        "WHERE shard_id = ? AND group_id = ? AND sequence_idx = 0 ORDER BY attempt",
-        [row["shard_id"], row["group_id"]],
-    ).to_pylist()
     facts = ("id", "reward", "status", "outcome", "step", "head_version", "tail_version", "mean_reward", "rejected")
     calls = [call for turn in row["turns"] for call in turn["tool_calls"]]
     return {
@@ -95,8 +111,8 @@ def conversation(
         ],
         "color": coloring.name,
         "legend": [[segment.text, str(segment.style or "")] for segment in coloring.legend.render(_PLAIN, end="")],
-        "attempts": [{**other, "reply": snippet(other["reply"] or "")} for other in others[:MOST_ATTEMPTS]],
-        "num_attempts": len(others),
+        "attempts": [{**attempt, "reply": snippet(attempt["reply"] or "")} for attempt in group[:MOST_ATTEMPTS]],
+        "num_attempts": len(group),
     }
 
 

@@ -25,7 +25,7 @@ from cli.terminal.formatting import held_out
 from cli.traj.coloring import COLORS, Colorist
 from cli.traj.finding import find_failure, find_trajectories
 from cli.ui import contents, search
-from cli.ui.conversations import LONG, attempts_of, conversation, tokenizer_of
+from cli.ui.conversations import LONG, conversations, tokenizer_of
 from cli.ui.curves import TIME, Curves, lanes, time_budget
 from cli.ui.groups import group_lists
 from cli.ui.metrics import described
@@ -42,7 +42,6 @@ from storage.log.runs import RunLogs, is_training, open_run, outcome, run_config
 from storage.log.scores import failure_of, own_scores
 from storage.objects.object_store import ObjectStore
 from storage.views.lineage import policy_lineage
-from storage.views.queries import open_queries
 
 MOST_SESSIONS = 20
 MOST_SHARDS = 40
@@ -322,10 +321,9 @@ def _trajectory(opened: contents.Opened, id: str = "", color: str = COLORS[0]) -
     if failure := find_failure(log, id):
         return {"id": id, "status": failure.status, "error": without_secrets(failure.error), "sequences": []}
     colorist, rows = Colorist(log, color, cache=cache_folder()), find_trajectories(log, trajectory_id=id)
-    queries = open_queries(log, shard_ids=[rows[0]["shard_id"]])
-    rows = attempts_of(queries, rows[0]["shard_id"], rows[0]["group_id"], rows[0]["attempt"])
+    whole = f"{rows[0]['group_id']}/{rows[0]['attempt']}"
     try:
-        shown = [conversation(queries, row, tokenizer_of(log), LONG, colorist.color(row)) for row in rows]
+        shown = conversations(log, {whole: rows[0]["shard_id"]}, tokenizer_of(log), LONG, color=colorist.color)[whole]
     except ImportError as error:
         if missing := missing_package(error.name):
             raise missing from error

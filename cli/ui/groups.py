@@ -9,10 +9,9 @@ In: a run opened for SQL. Out: one attempt of each, as a conversation that is sh
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from cli.ui.conversations import SHORT, attempts_of, conversation, tokenizer_of
+from cli.ui.conversations import SHORT, conversations, tokenizer_of
 from storage.log.run_log import RunLog
 from storage.views.queries import Queries
 
@@ -53,13 +52,13 @@ WITH attempts AS (
         arg_max({attempt: attempt}, (overconfidence, -attempt)) AS the_overconfidence
     FROM attempts GROUP BY shard_number, position, shard_id, group_id
 )
-(SELECT 'best' AS list, shard_id, group_id, the_best AS pick FROM picked
+(SELECT 'best' AS list, shard_id, group_id || '/' || the_best.attempt AS id FROM picked
     ORDER BY mean_reward DESC, shard_number DESC, position DESC LIMIT $1)
-UNION ALL (SELECT 'worst', shard_id, group_id, the_worst FROM picked
+UNION ALL (SELECT 'worst', shard_id, group_id || '/' || the_worst.attempt FROM picked
     ORDER BY mean_reward, shard_number DESC, position DESC LIMIT $1)
-UNION ALL (SELECT 'surprise', shard_id, group_id, the_surprise FROM picked
+UNION ALL (SELECT 'surprise', shard_id, group_id || '/' || the_surprise.attempt FROM picked
     WHERE surprise > 1e-6 ORDER BY surprise DESC, shard_number DESC, position DESC LIMIT $1)
-UNION ALL (SELECT 'overconfidence', shard_id, group_id, the_overconfidence FROM picked
+UNION ALL (SELECT 'overconfidence', shard_id, group_id || '/' || the_overconfidence.attempt FROM picked
     WHERE overconfidence > 1e-6 ORDER BY overconfidence DESC, shard_number DESC, position DESC LIMIT $1)
 """
 
@@ -70,11 +69,7 @@ def group_lists(log: RunLog, queries: Queries) -> list[dict[str, Any]]:
     tokenizer = tokenizer_of(log) if picks else None
     cards: dict[str, list[dict[str, Any]]] = {key: [] for key, *_ in LISTS}
 
-    @functools.cache  # an attempt may be in several lists
-    def shown(shard_id: str, group_id: str, attempt: int) -> list[dict[str, Any]]:
-        rows = attempts_of(queries, shard_id, group_id, attempt)
-        return [conversation(queries, row, tokenizer, SHORT) for row in rows[:1]]
-
+    shown = conversations(log, {pick["id"]: pick["shard_id"] for pick in picks}, tokenizer, SHORT)
     for pick in picks:
-        cards[pick["list"]] += shown(pick["shard_id"], pick["group_id"], pick["pick"]["attempt"])
+        cards[pick["list"]] += shown[pick["id"]][:1]
     return [{"key": key, "title": title, "definition": text, "groups": cards[key]} for key, title, text in LISTS]

@@ -92,7 +92,7 @@ def test_an_engine_on_a_gpu(base_model: Path, tmp_path: Path, module: str) -> No
 def test_a_run_on_one_gpu_is_killed_and_goes_on(home: Home, base_model: Path, share: str) -> None:
     arguments = ["train", str(ARITHMETIC), f"model={base_model}", "steps=6", "batch_size=8", "evaluation.every=3"]
     arguments += ["evaluation.num_tasks=16", "max_staleness=0", f"engine.share={share}"]
-    process = home.start(*arguments)
+    process = home.alone().start(*arguments)
     log = RunLog(LocalStore(home.path / "store"), "arithmetic")
     home.wait(process, lambda: log.refresh().step >= 2)
     family = psutil.Process(process.pid).children(recursive=True)
@@ -184,7 +184,7 @@ def test_a_run_whose_trainer_broadcasts_its_policies(home: Home, base_model: Pat
 def test_a_killed_run_continues_on_the_real_engine_and_leaves_no_process(home: Home, base_model: Path) -> None:
     arguments = ["train", str(ARITHMETIC), f"model={base_model}", "steps=4", "batch_size=8", "evaluation.num_tasks=16"]
     arguments += ["train.checkpoint_every=2", "evaluation.every=2", "max_staleness=0", "engine.weight_transfer=gloo"]
-    process = home.start(*arguments)
+    process = home.alone().start(*arguments)
     log = RunLog(LocalStore(home.path / "store"), "arithmetic")
     home.wait(process, lambda: log.refresh().step >= 1 and bool(log.state.evaluations))
     family = psutil.Process(process.pid).children(recursive=True)
