@@ -27,7 +27,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from infra.environment import TELEMETRY_OFF, prepare_environment
 from infra.forks import SOURCE, imported_early
-from rollouts.engines.vllm.core_start import FRONT_END, IMPORTED
+from rollouts.engines.vllm.core_start import FRONT_END, IMPORTED, is_cpu_build
 from settings.places.hints import COMMAND
 from tests.apt import CannotInstall
 from tests.ceph import Ceph, ceph_server
@@ -241,6 +241,9 @@ def fork_source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     What depends on who a worker's parent is overrides it with the empty string, and then commands have their own.
     """
+    if not is_cpu_build():
+        yield ""
+        return
     folder, before = tmp_path_factory.mktemp("forks"), dict(os.environ)
     os.environ["MILLRACE_HOME"] = str(folder)
     prepare_environment()
