@@ -37,9 +37,9 @@ import typer
 from rich.table import Table
 
 from cli.terminal.console import open_console
-from examples.search_agent.embedding import HashingEmbedding, unit_vectors, words_of
-from examples.search_agent.index import DEPTH, Mode, build_index
-from examples.search_agent.passages import Passage, read_passages
+from examples.search_agent.retrieval.embedding import HashingEmbedding, unit_vectors, words_of
+from examples.search_agent.retrieval.index import DEPTH, Mode, build_index
+from examples.search_agent.retrieval.passages import Passage, read_passages
 
 _VOCABULARY = 60_000
 _K = 10
@@ -242,7 +242,7 @@ def measure(
     """Serve the index, warm up, and load it in both ways."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "examples.search_agent.retrieval_server", "serve", str(index)]
+    command = [sys.executable, "-m", "examples.search_agent.retrieval.server", "serve", str(index)]
     started = time.perf_counter()
     server = subprocess.Popen([*command, "--port", str(port), "--mode", mode], stdout=subprocess.DEVNULL)
     try:

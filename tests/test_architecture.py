@@ -44,13 +44,13 @@ LIBRARY_EXCEPTIONS = {
     ("trainers/data/samples.py", "pyarrow"),  # a table straight into arrays, without a copy through Python lists
     # The search agent's retrieval server and program are programs of their own, which no process of a run imports.
     ("examples/search_agent/program.py", "openai"),
-    ("examples/search_agent/index.py", "lancedb"),
-    ("examples/search_agent/index.py", "pyarrow"),
-    ("examples/search_agent/ranking.py", "torch"),  # numpy multiplies in float32 only
-    ("examples/search_agent/retrieval_server.py", "fastapi"),
-    ("examples/search_agent/retrieval_server.py", "uvicorn"),
-    ("examples/search_agent/retrieval_server.py", "typer"),
-    ("examples/search_agent/retrieval_server.py", "rich"),
+    ("examples/search_agent/retrieval/index.py", "lancedb"),
+    ("examples/search_agent/retrieval/index.py", "pyarrow"),
+    ("examples/search_agent/retrieval/ranking.py", "torch"),  # numpy multiplies in float32 only
+    ("examples/search_agent/retrieval/server.py", "fastapi"),
+    ("examples/search_agent/retrieval/server.py", "uvicorn"),
+    ("examples/search_agent/retrieval/server.py", "typer"),
+    ("examples/search_agent/retrieval/server.py", "rich"),
 }
 
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -64,7 +64,6 @@ MORE_SIBLINGS = {
     "trainers/model": 15,
     "settings": 15,
     "benchmarks": 32,
-    "examples/search_agent": 20,
 }
 """Rooms where splitting would lie. The last two hold programs that nothing imports, side by side."""
 

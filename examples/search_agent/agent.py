@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from examples.search_agent.passages import Passage
+from examples.search_agent.retrieval.passages import Passage
 from examples.search_agent.rewards import answer_parts
 from examples.search_agent.services import Services, connect, read_settings
 from millrace import Chat, InvalidInput, Message, Score, Task, Tool, ToolUnavailable, Workflow, read_dataset, tool

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.search_agent.passages import Passage
+from examples.search_agent.retrieval.passages import Passage
 
 CORPUS = "corpus.jsonl"
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.search_agent.dataset import Problem, write_dataset
-from examples.search_agent.passages import Passage
+from examples.search_agent.retrieval.passages import Passage
 from millrace import read_rows
 
 _DOCUMENTS = ("evidence_docs", "gold_docs", "negative_docs")

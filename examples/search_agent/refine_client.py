@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from examples.search_agent.endpoints import Endpoint, Endpoints, Refused, Unavailable
-from examples.search_agent.passages import Passage
+from examples.search_agent.retrieval.endpoints import Endpoint, Endpoints, Refused, Unavailable
+from examples.search_agent.retrieval.passages import Passage
 from millrace import InvalidInput
 
 _TASK = """\

@@ -26,10 +26,10 @@ from typing import Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from examples.search_agent.dataset import CORPUS
-from examples.search_agent.local_search import LocalSearch
-from examples.search_agent.passages import Passage, read_passages
 from examples.search_agent.refine_client import RefineClient
-from examples.search_agent.search_client import BadQuery, SearchClient
+from examples.search_agent.retrieval.local_search import LocalSearch
+from examples.search_agent.retrieval.passages import Passage, read_passages
+from examples.search_agent.retrieval.search_client import BadQuery, SearchClient
 from millrace import RUBRIC, InvalidInput, Judge, ToolUnavailable
 
 

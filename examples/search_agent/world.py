@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from examples.search_agent.dataset import Problem, write_dataset
-from examples.search_agent.passages import Passage
+from examples.search_agent.retrieval.passages import Passage
 
 Style = Literal["notes", "articles"]
 """`notes`: one terse passage per fact, for tiny models; `articles`: one per entity, in sentences."""

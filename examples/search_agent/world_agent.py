@@ -21,8 +21,8 @@ from collections.abc import Generator, Iterator, Sequence
 
 from examples.search_agent.agent import Episode, SearchAgent, show, task_of
 from examples.search_agent.dataset import CORPUS
-from examples.search_agent.local_search import LocalSearch
-from examples.search_agent.passages import read_passages
+from examples.search_agent.retrieval.local_search import LocalSearch
+from examples.search_agent.retrieval.passages import read_passages
 from examples.search_agent.services import Services
 from examples.search_agent.world import Question, World, split_questions
 from millrace import InvalidInput, Message, Task, Tool

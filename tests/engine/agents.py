@@ -15,7 +15,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from examples.search_agent.local_search import LocalSearch
+from examples.search_agent.retrieval.local_search import LocalSearch
 from examples.search_agent.world import World, split_questions
 from millrace import AgentWorkflow, Message, Task
 from settings.warmup import WarmupSettings

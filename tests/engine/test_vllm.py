@@ -119,9 +119,7 @@ def test_an_engine_of_two_parts_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_bits_do_not_depend_on_the_batch_of_a_reproducible_engine(
-    tmp_path: Path, fork_source: str, dtype: str
-) -> None:
+def test_bits_do_not_depend_on_the_batch_of_a_reproducible_engine(tmp_path: Path, fork_source: str, dtype: str) -> None:
     base = a_base_model(tmp_path / "base", hidden_size=256)  # wide enough for vLLM's own products to differ
     environment = {"DTYPE": dtype, SOURCE: fork_source}
     wide = _run_checks("check_reproducible", base, tmp_path, **environment, LIMITS="wide")

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from examples.search_agent.passages import BadCorpus, read_passages
+from examples.search_agent.retrieval.passages import BadCorpus, read_passages
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import CallRequest, ParsedReply, _read
 from rollouts.chat.tools import run_calls, tool

@@ -18,7 +18,7 @@ import pytest
 
 from examples.search_agent import world
 from examples.search_agent.dataset import Problem, write_dataset
-from examples.search_agent.passages import Passage
+from examples.search_agent.retrieval.passages import Passage
 from infra.ports import free_port
 from tests.conftest import SCRIPTED
 from tests.documents import (

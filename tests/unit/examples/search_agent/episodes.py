@@ -10,7 +10,7 @@ from typing import Any
 
 from examples.search_agent.agent import SearchAgent, task_of
 from examples.search_agent.dataset import Problem, write_dataset
-from examples.search_agent.passages import Passage
+from examples.search_agent.retrieval.passages import Passage
 from examples.search_agent.services import Services
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.production.attempts import Player

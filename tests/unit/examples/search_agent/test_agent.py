@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from examples.search_agent.agent import FAULTS, SearchAgent, show
-from examples.search_agent.local_search import LocalSearch
-from examples.search_agent.passages import Passage, read_passages
 from examples.search_agent.refine_client import RefineUnavailable
+from examples.search_agent.retrieval.local_search import LocalSearch
+from examples.search_agent.retrieval.passages import Passage, read_passages
+from examples.search_agent.retrieval.search_client import BadQuery, SearchUnavailable
 from examples.search_agent.rewards import answer_parts, parse_answer
-from examples.search_agent.search_client import BadQuery, SearchUnavailable
 from examples.search_agent.world import main as write_world
 from examples.search_agent.world_agent import MISTAKES, WorldAgent
 from rollouts.rewards.reward_shaping import weighted_sum

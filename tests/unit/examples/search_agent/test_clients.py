@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from examples.search_agent import endpoints
-from examples.search_agent.passages import Passage
 from examples.search_agent.refine_client import RefineClient, RefineUnavailable
-from examples.search_agent.search_client import BadQuery, SearchClient, SearchUnavailable
-from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer, ok
+from examples.search_agent.retrieval import endpoints
+from examples.search_agent.retrieval.passages import Passage
+from examples.search_agent.retrieval.search_client import BadQuery, SearchClient, SearchUnavailable
+from tests.unit.examples.search_agent.retrieval.scripted_server import Answer, ScriptedServer, ok
 
 _ROW = {"id": "p1", "title": "Oslo", "text": "Oslo is a city.", "score": 1.5}
 _FOUND = ok({"results": [[_ROW]]})

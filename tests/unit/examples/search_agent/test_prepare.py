@@ -13,8 +13,8 @@ import pytest
 
 from examples.search_agent import prepare_browsecomp, prepare_hotpotqa
 from examples.search_agent.agent import SearchAgent
-from examples.search_agent.passages import read_passages
 from examples.search_agent.prepare_browsecomp import decrypt
+from examples.search_agent.retrieval.passages import read_passages
 
 _CANARY = "a sentence that nobody else writes, canary 0815"
 _UP = ["Up (film)", ["Up is a film of 2009.", " Pete Docter directed it."]]

@@ -24,7 +24,7 @@ from storage.records import RolloutGroup, Sampling
 from tests.builders import provenance
 from tests.shard_files import decode_shard, encode_shard
 from tests.unit.examples.search_agent.episodes import FOLDER, PASSAGES, play_group, read, results, search, write_folder
-from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer, ok
+from tests.unit.examples.search_agent.retrieval.scripted_server import Answer, ScriptedServer, ok
 
 pytestmark = pytest.mark.server
 _LONG = replace(PASSAGES[1], text="Bob lives in Rome. " + "He likes it there. " * 40)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.search_agent.passages import Passage, read_passages
+from examples.search_agent.retrieval.passages import Passage, read_passages
 from examples.search_agent.world import DISTRACTIONS, RELATIONS, World, main, split_questions
 from rollouts.environments.rows import read_rows
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-HASHING = "examples.search_agent.embedding:HashingEmbedding"
+HASHING = "examples.search_agent.retrieval.embedding:HashingEmbedding"
 
 _WORD = re.compile(r"\w+")
 _NGRAMS = (3, 4)

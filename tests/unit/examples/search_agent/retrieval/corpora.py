@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.search_agent.embedding import HashingEmbedding, unit_vectors, words_of
-from examples.search_agent.passages import Passage
+from examples.search_agent.retrieval.embedding import HashingEmbedding, unit_vectors, words_of
+from examples.search_agent.retrieval.passages import Passage
 
 _NUM_WORDS = 60
 _WORDS = [f"w{number}" for number in range(_NUM_WORDS)]

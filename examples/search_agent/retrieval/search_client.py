@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from examples.search_agent.endpoints import Endpoint, Endpoints, Refused, Unavailable
-from examples.search_agent.passages import Passage
+from examples.search_agent.retrieval.endpoints import Endpoint, Endpoints, Refused, Unavailable
+from examples.search_agent.retrieval.passages import Passage
 
 
 class SearchUnavailable(Exception):

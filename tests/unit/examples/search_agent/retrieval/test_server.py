@@ -17,16 +17,16 @@ import uvicorn
 from typer.testing import CliRunner
 
 from examples.search_agent.agent import SearchAgent
-from examples.search_agent.embedding import HASHING
-from examples.search_agent.index import Mode, PassageIndex, build_index
-from examples.search_agent.passages import Passage
-from examples.search_agent.retrieval_server import cli, create_app
-from examples.search_agent.search_client import SearchClient
+from examples.search_agent.retrieval.embedding import HASHING
+from examples.search_agent.retrieval.index import Mode, PassageIndex, build_index
+from examples.search_agent.retrieval.passages import Passage
+from examples.search_agent.retrieval.search_client import SearchClient
+from examples.search_agent.retrieval.server import cli, create_app
 from rollouts.engines.scripted_engine import ScriptedEngine
 from storage.records import RolloutGroup
-from tests.unit.examples.search_agent.corpora import random_passages, random_queries, write_corpus
 from tests.unit.examples.search_agent.episodes import Agent, play_group, results, search, tokens, write_folder
-from tests.unit.examples.search_agent.scripted_server import RetrievalServer
+from tests.unit.examples.search_agent.retrieval.corpora import random_passages, random_queries, write_corpus
+from tests.unit.examples.search_agent.retrieval.scripted_server import RetrievalServer
 
 
 @pytest.fixture(scope="module")

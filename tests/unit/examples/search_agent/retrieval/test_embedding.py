@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.search_agent.embedding import HASHING, HashingEmbedding, load_embedding, unit_vectors, words_of
+from examples.search_agent.retrieval.embedding import HASHING, HashingEmbedding, load_embedding, unit_vectors, words_of
 
 
 def _cosine(one: str, other: str) -> float:
@@ -32,7 +32,7 @@ def test_vectors_have_length_one_and_depend_on_nothing_else_that_is_embedded(tex
 
 def test_vectors_are_the_same_in_another_process():
     made = "print(HashingEmbedding(8).embed(['Oslo, Norway']).tolist())"
-    code = f"from examples.search_agent.embedding import HashingEmbedding; {made}"
+    code = f"from examples.search_agent.retrieval.embedding import HashingEmbedding; {made}"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert printed == f"{HashingEmbedding(8).embed(['Oslo, Norway']).tolist()}\n"
 

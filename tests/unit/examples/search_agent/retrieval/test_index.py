@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.search_agent import index as index_module
-from examples.search_agent.embedding import HashingEmbedding
-from examples.search_agent.index import BadIndex, Mode, PassageIndex, build_index
-from examples.search_agent.local_search import LocalSearch
+from examples.search_agent.retrieval import index as index_module
+from examples.search_agent.retrieval.embedding import HashingEmbedding
+from examples.search_agent.retrieval.index import BadIndex, Mode, PassageIndex, build_index
+from examples.search_agent.retrieval.local_search import LocalSearch
 from examples.search_agent.world import World
-from tests.unit.examples.search_agent.corpora import (
+from tests.unit.examples.search_agent.retrieval.corpora import (
     bm25_by_the_letter,
     cosines_by_the_letter,
     fused_by_the_letter,
@@ -32,7 +32,7 @@ from tests.unit.examples.search_agent.corpora import (
 
 _PASSAGES = random_passages(700)
 _QUERIES = random_queries(60)
-_HERE = "tests.unit.examples.search_agent.test_index"
+_HERE = "tests.unit.examples.search_agent.retrieval.test_index"
 
 
 class Model(HashingEmbedding):
@@ -116,7 +116,7 @@ def test_an_index_of_words_alone_finds_no_more_passages_than_there_are(tmp_path)
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from examples.search_agent import index
+from examples.search_agent.retrieval import index
 index._CHUNK = 40
 def progress(done, total):
     if done >= int(sys.argv[3]):

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from examples.search_agent.embedding import words_of
-from examples.search_agent.passages import Passage
-from examples.search_agent.ranking import Best, Postings
+from examples.search_agent.retrieval.embedding import words_of
+from examples.search_agent.retrieval.passages import Passage
+from examples.search_agent.retrieval.ranking import Best, Postings
 
 
 class LocalSearch:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.search_agent.ranking import Best, Vectors
+from examples.search_agent.retrieval.ranking import Best, Vectors
 
 
 def _order(count: int, seed: int) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 In: a JSONL corpus, once; then queries. Out: passages, best first.
 
-    python -m examples.search_agent.retrieval_server build CORPUS INDEX [--shard 0/2] [--embedding module:Class]
-    python -m examples.search_agent.retrieval_server serve INDEX [INDEX …] [--mode bm25|vector|hybrid] [--port 8765]
+    python -m examples.search_agent.retrieval.server build CORPUS INDEX [--shard 0/2] [--embedding module:Class]
+    python -m examples.search_agent.retrieval.server serve INDEX [INDEX …] [--mode bm25|vector|hybrid] [--port 8765]
 
     POST /search {"query": "…" or "queries": ["…", …], "k": 5} → {"results": [[{"id", "title", "text", "score"}, …], …]}
     GET /health → {"status", "passages", "digest", "mode", "queue", "queue_limit", "queries", "batches"}
@@ -27,10 +27,10 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import to_json
 
-from examples.search_agent.batching import Batcher, QueueFull
-from examples.search_agent.embedding import HASHING
-from examples.search_agent.index import DEPTH, Mode, PassageIndex, build_index
-from examples.search_agent.passages import Passage
+from examples.search_agent.retrieval.batching import Batcher, QueueFull
+from examples.search_agent.retrieval.embedding import HASHING
+from examples.search_agent.retrieval.index import DEPTH, Mode, PassageIndex, build_index
+from examples.search_agent.retrieval.passages import Passage
 
 TOKEN_VARIABLE = "MILLRACE_SEARCH_TOKEN"
 

@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from examples.search_agent.embedding import HASHING, Embedding, load_embedding, unit_vectors, words_of
-from examples.search_agent.passages import Passage, read_passages
-from examples.search_agent.ranking import Best, Postings, Ranking, Vectors, fuse
+from examples.search_agent.retrieval.embedding import HASHING, Embedding, load_embedding, unit_vectors, words_of
+from examples.search_agent.retrieval.passages import Passage, read_passages
+from examples.search_agent.retrieval.ranking import Best, Postings, Ranking, Vectors, fuse
 
 FORMAT = 1
 DEPTH = 100
@@ -296,7 +296,7 @@ def _finished(folder: Path) -> Manifest:
     if (folder / "building.json").exists():
         corpus = _read_manifest(folder / "building.json").corpus
         raise BadIndex(f"{folder} is half built; the same build command again finishes it (its corpus was {corpus})")
-    raise BadIndex(f"{folder} holds no index; `python -m examples.search_agent.retrieval_server build` makes one")
+    raise BadIndex(f"{folder} holds no index; `python -m examples.search_agent.retrieval.server build` makes one")
 
 
 def _read_manifest(file: Path) -> Manifest:

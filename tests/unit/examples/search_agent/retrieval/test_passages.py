@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from examples.search_agent.passages import BadCorpus, Passage, read_passages
+from examples.search_agent.retrieval.passages import BadCorpus, Passage, read_passages
 
 
 def _corpus(folder: Path, *lines: Any) -> Path:

@@ -81,7 +81,7 @@ class RetrievalServer:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "examples.search_agent.retrieval_server", "serve", str(index)]
+        command = [sys.executable, "-m", "examples.search_agent.retrieval.server", "serve", str(index)]
         self.process = subprocess.Popen([*command, "--port", str(port), *options], stdout=subprocess.DEVNULL)
 
     async def serves(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from examples.search_agent.batching import Batcher, QueueFull
+from examples.search_agent.retrieval.batching import Batcher, QueueFull
 
 
 class _Gated:
