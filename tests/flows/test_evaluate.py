@@ -80,7 +80,7 @@ def trained(home: Home, base_model: Path, request: pytest.FixtureRequest) -> Hom
 
 @pytest.mark.parametrize("trained", ["Paused"], indirect=True)
 def test_a_killed_evaluation_leaves_no_score_and_the_next_one_is_whole(trained: Home) -> None:
-    evaluating = trained.start("eval", "scripted")
+    evaluating = trained.alone().start("eval", "scripted")
     trained.wait(evaluating, lambda: any(shard.is_eval for shard in _log(trained).state.shards.values()))
     os.killpg(evaluating.pid, signal.SIGKILL)
     evaluating.wait(timeout=200)

@@ -111,7 +111,7 @@ def test_a_run_a_crash_and_a_report_write_no_secret_open_no_port_and_leave_nothi
     elsewhere = [tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("t")]
     home.environment |= {**values, PLANTED: json.dumps(NAMES)}
     home.environment |= {"HOME": str(elsewhere[0]), "TMPDIR": str(elsewhere[1])}
-    watched = Watched(home)
+    watched = Watched(home.alone())  # looks at what is below the command
     train = ["train", str(SCRIPTED), f"model={base_model}", "workflow=tests.flows.indiscreet:Indiscreet", "run=told"]
     train += [
         "batch_size=2",

@@ -30,9 +30,9 @@ PATIENCE = 300.0
 class _Crowd:
     """A driver that only trains, and producers in state folders of their own."""
 
-    def __init__(self, folder: Path, prefect_api: str, fork_source: str, base_model: Path) -> None:
+    def __init__(self, folder: Path, prefect_api: str, base_model: Path) -> None:
         self.store = LocalStore(folder / "store")
-        self.homes = {name: Home(folder / name, prefect_api, forks=fork_source) for name in ("driver", "a", "b", "c")}
+        self.homes = {name: Home(folder / name, prefect_api) for name in ("driver", "a", "b", "c")}
         for home in self.homes.values():
             home.path.mkdir()
         self.running: dict[str, subprocess.Popen[str]] = {}
@@ -82,8 +82,8 @@ class _Crowd:
 
 
 @pytest.fixture
-def crowd(tmp_path: Path, prefect_api: str, fork_source: str, base_model: Path) -> Iterator[_Crowd]:
-    crowd = _Crowd(tmp_path, prefect_api, fork_source, base_model)
+def crowd(tmp_path: Path, prefect_api: str, base_model: Path) -> Iterator[_Crowd]:
+    crowd = _Crowd(tmp_path, prefect_api, base_model)
     yield crowd
     for process in crowd.running.values():
         with contextlib.suppress(ProcessLookupError):
