@@ -249,7 +249,7 @@ def fork_source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     prepare_environment()
     modules = [*IMPORTED, *FRONT_END, "rollouts.production.worker", "trainers.worker"]
     with imported_early(modules, log=folder / "imports.log"):
-        name = os.environ[SOURCE]
+        name = os.environ.get(SOURCE, "")  # on a cluster there is none
         os.environ.clear()  # commands prepare their own
         os.environ.update(before)
         yield name
