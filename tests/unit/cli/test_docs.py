@@ -7,9 +7,12 @@ import importlib
 import inspect
 import re
 import tomllib
+from typing import Any
 
+import typer
 import yaml
 
+from cli.main import app
 from tests.documents import DOCUMENTS, PROJECT, README, TUTORIAL, commands, refusal, sentences
 
 
@@ -119,6 +122,22 @@ def test_millrace_takes_every_command_of_the_documents() -> None:
     ]
     assert not refused and len(_of("millrace")) > 60
     assert refusal(["status", "run", "--no-such-option"]) and refusal(["no-such-command"])
+
+
+def test_every_command_and_option_is_in_a_document() -> None:
+    text = "\n".join(document.read_text() for document in DOCUMENTS)
+    lacking = []
+
+    def look(command: Any, path: str) -> None:
+        for name, each in getattr(command, "commands", {}).items():
+            look(each, f"{path} {name}")
+        if not hasattr(command, "commands"):
+            options = {option for each in command.params for option in each.opts if option.startswith("--")}
+            lacking.extend(f"{path} {option}" for option in options - {"--help"} if option not in text)
+            lacking.extend([path] if not re.search(rf"{path}\b", text) else [])
+
+    look(typer.main.get_command(app), "millrace")
+    assert lacking == []
 
 
 def test_make_has_every_target_and_python_every_module_of_the_documents() -> None:
