@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 import yaml
+from packaging.requirements import Requirement
 
 from cli.main import app
 from tests.documents import DOCUMENTS, PROJECT, README, TUTORIAL, commands, refusal, sentences
@@ -61,6 +62,28 @@ def test_links_in_documents_lead_to_files() -> None:
     for document in [PROJECT / "README.md", *(PROJECT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_what_a_document_says_is_in_a_file_is_in_it() -> None:
+    """`make_engine` in `rollouts/production/engine_choice.py`."""
+    named = {
+        (document.name, name, path)
+        for document in DOCUMENTS
+        for name, path in re.findall(r"`([\w.]+)` (?:in|of)\s`((?:\w+/)+\w+\.py)`", document.read_text())
+    }
+    assert len(named) > 10
+    assert [each for each in named if each[1].split(".")[-1] not in (PROJECT / each[2]).read_text()] == []
+
+
+def test_every_direct_dependency_is_on_its_page() -> None:
+    about = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    rows = [*about["dependencies"], *(row for extra in about["optional-dependencies"].values() for row in extra)]
+    names = {Requirement(row).name for row in rows} - {about["name"]}
+    page = (PROJECT / "docs/dependencies.md").read_text()
+    cells = {
+        name for cell in re.findall(r"^\| ([\w/, -]+) \|", page, flags=re.MULTILINE) for name in re.split("[/,]", cell)
+    }
+    assert names - {cell.strip() for cell in cells} == set()
 
 
 def test_the_deployment_trains_what_the_example_trains() -> None:
