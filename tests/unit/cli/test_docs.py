@@ -14,6 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from cli.main import app
+from storage.log.runs import MAY_CHANGE, MAY_DIFFER
 from tests.documents import DOCUMENTS, PROJECT, README, TUTORIAL, commands, refusal, sentences
 
 
@@ -73,6 +74,12 @@ def test_what_a_document_says_is_in_a_file_is_in_it() -> None:
     }
     assert len(named) > 10
     assert [each for each in named if each[1].split(".")[-1] not in (PROJECT / each[2]).read_text()] == []
+
+
+def test_the_settings_that_may_change_when_a_run_goes_on_are_on_the_operations_page() -> None:
+    text = (PROJECT / "docs/operations.md").read_text()
+    sentence = text[text.index("these may be others:") : text.index("Any other change is refused")]
+    assert set(re.findall("`([^`]+)`", sentence)) == MAY_CHANGE | MAY_DIFFER
 
 
 def test_every_direct_dependency_is_on_its_page() -> None:
