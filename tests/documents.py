@@ -184,6 +184,7 @@ COVERED_BY = {
     "make down && MILLRACE_NOTIFY=*": "needs a destination; a webhook of the test's own: "
     "test_a_notification_tells_of_a_policy_that_fails_its_gate_and_of_a_flow_run_that_fails",
     "millrace up": f"what `make up` runs: {_QUICK}",
+    "millrace down": f"what `make down` runs: {_QUICK}",
     "millrace stop RUN": f"needs a training: {_QUICK}",
     "millrace produce RUN *": "test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once",
     "millrace train FILE key=value …": "test_overrides_are_toml_values_and_bare_words",

@@ -38,7 +38,11 @@ def ls(
     if failed:
         if where:
             raise InvalidInput("--where is about trajectories, and attempts that failed left none")
-        for failure in newest_failures(log, count, include_eval=include_eval):
+        failures = newest_failures(log, count, include_eval=include_eval)
+        if not failures:
+            hint = "" if include_eval else "; held-out ones are listed with --eval"
+            console.print(f"no attempt of run {escape(run)} has failed{hint}")
+        for failure in failures:
             console.print(f"{escape(f'{failure.id}  {failure.status}')}  [red]{escape(in_one_line(failure.error))}[/]")
         return
     shard_ids = None if where else newest_shards(log.state, count, include_eval=include_eval)

@@ -7,9 +7,14 @@ import importlib
 import inspect
 import re
 import tomllib
+from typing import Any
 
+import typer
 import yaml
+from packaging.requirements import Requirement
 
+from cli.main import app
+from storage.log.runs import MAY_CHANGE, MAY_DIFFER
 from tests.documents import DOCUMENTS, PROJECT, README, TUTORIAL, commands, refusal, sentences
 
 
@@ -58,6 +63,34 @@ def test_links_in_documents_lead_to_files() -> None:
     for document in [PROJECT / "README.md", *(PROJECT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_what_a_document_says_is_in_a_file_is_in_it() -> None:
+    """`make_engine` in `rollouts/production/engine_choice.py`."""
+    named = {
+        (document.name, name, path)
+        for document in DOCUMENTS
+        for name, path in re.findall(r"`([\w.]+)` (?:in|of)\s`((?:\w+/)+\w+\.py)`", document.read_text())
+    }
+    assert len(named) > 10
+    assert [each for each in named if each[1].split(".")[-1] not in (PROJECT / each[2]).read_text()] == []
+
+
+def test_the_settings_that_may_change_when_a_run_goes_on_are_on_the_operations_page() -> None:
+    text = (PROJECT / "docs/operations.md").read_text()
+    sentence = text[text.index("these may be others:") : text.index("Any other change is refused")]
+    assert set(re.findall("`([^`]+)`", sentence)) == MAY_CHANGE | MAY_DIFFER
+
+
+def test_every_direct_dependency_is_on_its_page() -> None:
+    about = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    rows = [*about["dependencies"], *(row for extra in about["optional-dependencies"].values() for row in extra)]
+    names = {Requirement(row).name for row in rows} - {about["name"]}
+    page = (PROJECT / "docs/dependencies.md").read_text()
+    cells = {
+        name for cell in re.findall(r"^\| ([\w/, -]+) \|", page, flags=re.MULTILINE) for name in re.split("[/,]", cell)
+    }
+    assert names - {cell.strip() for cell in cells} == set()
 
 
 def test_the_deployment_trains_what_the_example_trains() -> None:
@@ -119,6 +152,22 @@ def test_millrace_takes_every_command_of_the_documents() -> None:
     ]
     assert not refused and len(_of("millrace")) > 60
     assert refusal(["status", "run", "--no-such-option"]) and refusal(["no-such-command"])
+
+
+def test_every_command_and_option_is_in_a_document() -> None:
+    text = "\n".join(document.read_text() for document in DOCUMENTS)
+    lacking = []
+
+    def look(command: Any, path: str) -> None:
+        for name, each in getattr(command, "commands", {}).items():
+            look(each, f"{path} {name}")
+        if not hasattr(command, "commands"):
+            options = {option for each in command.params for option in each.opts if option.startswith("--")}
+            lacking.extend(f"{path} {option}" for option in options - {"--help"} if option not in text)
+            lacking.extend([path] if not re.search(rf"{path}\b", text) else [])
+
+    look(typer.main.get_command(app), "millrace")
+    assert lacking == []
 
 
 def test_make_has_every_target_and_python_every_module_of_the_documents() -> None:

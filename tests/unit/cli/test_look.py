@@ -68,6 +68,7 @@ def test_what_looking_needs_is_small() -> None:
         ("export golden --to policy", "policy 16 of run golden"),
         ("pause golden", "golden pauses at step 16"),
         ("resume golden", "golden goes on from step 16"),
+        ("diff golden golden", "the 16 steps that both have are the same"),
         ("gc golden --yes", "policies 0 (base model)"),
         ("promote golden --version 16 --max-gap 1000", "the package mlflow is not installed in"),
         ("config train.kl", "weighted Multiply"),

@@ -191,6 +191,7 @@ def test_turns_and_tools_are_shown_where_there_are_any(log: RunLog):
 def test_a_failed_attempt_is_listed_in_a_line_and_shown_with_its_frames(log: RunLog):
     error = "KeyError: 'answr'\n  at my/env.py:31 in look_up: f()\n  at my/env.py:12 in run: g()"
     failed = a_trajectory(None, attempt=1, status="env_error", error=error)
+    assert printed("traj ls run --failed") == "no attempt of run run has failed; held-out ones are listed with --eval\n"
     commit(log, "s2", a_group(2, trajectories=[a_trajectory(), failed]))
     assert printed("traj ls run --failed") == "0.task2/1  env_error  KeyError: 'answr' at my/env.py:31\n"
     shown = printed("traj show run 0.task2/1")
