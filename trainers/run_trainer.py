@@ -28,7 +28,7 @@ from storage.log.entries import Claim, Policy, Step
 from storage.log.history import to_json
 from storage.log.replay_plan import saved_steps, version_of
 from storage.log.run_log import RunLog
-from storage.log.runs import model_key
+from storage.log.runs import model_key, run_config
 from storage.objects.digests import WEIGHTS_FILE, DigestMismatch, sha256_of, verify_folder
 from storage.objects.staging import staging_folder
 from storage.policies.adapters import check_adapters
@@ -46,6 +46,9 @@ from trainers.refusals import refuse_long_rows, refuse_routes, refuse_shards, to
 from trainers.trainer import Trainer
 
 logger = logging.getLogger("millrace.trainer")
+
+_OTHER_SUMS = ("tokens_per_microbatch", "logits_gib", "activation_checkpointing")
+"""Settings that a run may be continued with other values of, though its numbers are then added up in other parts."""
 
 
 class RunTrainer:
@@ -119,7 +122,10 @@ class RunTrainer:
             ranks += f", {settings.sequence_parallel} to a pack"
         if settings.num_replicas > 1:
             ranks += f", {settings.num_replicas} replicas"
-        return f"{self._version(step)}, torch {torch.__version__}, {where}, {ranks}"
+        recorded = run_config(self.log).get("train", {})
+        others = (key for key in _OTHER_SUMS if key in recorded and getattr(settings, key) != recorded[key])
+        packs = [f"{key} = {getattr(settings, key)}" for key in others]
+        return ", ".join([f"{self._version(step)}, torch {torch.__version__}, {where}, {ranks}", *packs])
 
     def load_nearest_state(self, at_most: int) -> int:
         """Load the newest saved state of the steps up to `at_most`; returns its step, 0 for the base policy. Raises

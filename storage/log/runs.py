@@ -41,13 +41,22 @@ MAY_DIFFER = frozenset(
         "train.num_ranks",
         "train.sequence_parallel",
         "train.num_replicas",
+        "train.tokens_per_microbatch",
+        "train.logits_gib",
+        "train.activation_checkpointing",
+        "train.offload_activations",
+        "train.offload_optimizer",
+        "engine.share",
+        "engine.vllm.gpu_memory_utilization",
+        "engine.vllm.kv_cache_memory_bytes",
         "rollout.num_workers",
+        "rollout.max_concurrent",
         "rollout.on_out_of_room",
         "retention",
     }
 )
-"""Keys that a resumed run may change: where it computes, what it keeps, and `on_out_of_room`, so that a run from before
-that key can keep its behaviour. Replays use the recorded values."""
+"""Keys that a resumed run may change: where it computes, in how much memory, what it keeps, and `on_out_of_room`, so
+that a run from before that key can keep its behaviour. Replays use the recorded values."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TABLES = ("evaluation", "rollout", "engine", "train")

@@ -150,6 +150,24 @@ def test_a_run_keeps_its_arithmetic_and_a_replay_under_another_agrees_within_the
     assert not dataclasses.replace(replayed, distance=0.2).agrees
 
 
+def test_a_run_goes_on_with_smaller_packs_and_a_replay_with_the_recorded_ones_says_so(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = groups_of(random_rows(tiny_folder, num_groups=8))
+    recorded, smaller = _config(tokens_per_microbatch=512), _config(tokens_per_microbatch=24)
+    document = {"train": recorded.train.model_dump()}
+    monkeypatch.setattr("trainers.run_trainer.run_config", lambda log: document)
+    log = _trained(tmp_path, tiny_folder, [groups[:4], groups[4:]], steps=1, config=recorded, batch_size=4)
+    claim = next_claim(log.refresh(), a_config(max_staleness=8, batch_size=4))
+    assert claim is not None
+    worker = open_trainer(log, smaller, cache=tmp_path / "cache")
+    step = worker.train_step(claim, extra_metrics={}, round_seconds=0.0, session_id="another")
+    assert step.arithmetic == f"{log.refresh().steps[0].arithmetic}, tokens_per_microbatch = 24"
+    first, second = _replay(log, tmp_path, 1, 2, recorded=recorded, changed=recorded)
+    assert first.identical and not second.identical and second.agrees
+    assert second.replayed_arithmetic == first.recorded_arithmetic
+
+
 @pytest.mark.parametrize("fallback", ["skip_step", "masked"])
 def test_steps_with_nothing_accepted_are_replayed_as_they_were(
     tmp_path: Path, tiny_folder: Path, fallback: Fallback
