@@ -269,8 +269,9 @@ def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy:
     def full(free: int) -> StoreFull:
         if num_bytes + reserve <= free and has_no_inodes(folder):
             return StoreFull(
-                f"{what} is full: {size(free)} free, and no more files fit there, as `df -i` shows. Remove files of "
-                "the disk. Nothing that was committed is lost: the same command continues"
+                f"{what} is full: {size(free)} free, and no more files fit there, as `df -i` shows. "
+                f"{remedy or 'Remove files of the disk'}. Nothing that was committed is lost: the same command "
+                "continues"
             )
         room = remedy or f"Make room with `{command('gc')}`, or choose another `store`"
         if not remedy and free < GC_BYTES:
