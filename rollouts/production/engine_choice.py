@@ -17,8 +17,7 @@ from settings.run_file import RunConfig
 from storage.policies.model_config import model_config, num_positions, stored_dtype
 
 _CPU_BLOCK = 32
-"""A multiple of this many tokens is a block of the cache on CPUs, in vLLM 0.32; of latent attention it is 16, whatever is
-set."""
+"""On CPUs, a block of the cache has a multiple of this many tokens; with latent attention 16, whatever is set."""
 QUANTISED_ON_CPUS = "fp8_per_channel"
 """What vLLM's CPU build makes of weights that are not quantised, at each load."""
 _KERNEL = "vLLM says 'Failed to find a kernel that can implement' it"
