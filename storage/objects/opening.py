@@ -65,7 +65,7 @@ def probe(store: ObjectStore, *, with_data: bool = True) -> None:
             _race(store, key, with_data=with_data)
         except Exception as error:
             if _is_away(store, error):
-                raise StoreError(f"store {store.uri} cannot be written ({error}); check the endpoint") from error
+                raise
             with contextlib.suppress(Exception):  # the first error matters
                 store.delete([key])
             if isinstance(error, StoreFull) or (isinstance(error, ConditionRefused) and _takes_any(store, key)):
