@@ -47,12 +47,12 @@ class Command(TyperCommand):
         return words
 
 
-def open_named_store(store: str) -> ObjectStore:
-    """The store that an option names, or the default one."""
+def open_named_store(store: str, *, patience: float | None = None) -> ObjectStore:
+    """The store that an option names, or the default one; `patience` as in `open_store`."""
     from settings.places.state_folder import store_uri
     from storage.objects.opening import open_store
 
-    return open_store(store_uri(store))
+    return open_store(store_uri(store), patience=patience)
 
 
 def open_named(run: str, store: str, *, appends: bool = False) -> RunLog:

@@ -89,8 +89,9 @@ prints a traceback."""
 class S3Store:
     """A prefix of a bucket."""
 
-    def __init__(self, uri: str, *, checksums: str = "") -> None:
-        """`checksums` is used instead of what the variable `CHECKSUMS` says."""
+    def __init__(self, uri: str, *, checksums: str = "", patience: float = PATIENCE) -> None:
+        """`checksums` is used instead of what the variable `CHECKSUMS` says, `patience` instead of `PATIENCE`."""
+        self._patience = patience
         self.uri = uri.rstrip("/")
         self._prefix = self.uri.removeprefix("s3://")
         self._bucket = self._prefix.partition("/")[0]
@@ -242,7 +243,8 @@ class S3Store:
         """botocore calls this after each request that it sent, and sends it again after the seconds that are returned.
 
         Warn once for each time that the server is away; a connection that was kept and has ended since is none. A
-        server that has answered before may be restarting. Of one that never has, the error is raised from here.
+        server that has answered before may be restarting. After the time for one that never has, and after a shorter
+        patience, the error is raised from here: botocore would go on.
         """
         if caught_exception is None:
             if self._away_since is not None:
@@ -254,12 +256,15 @@ class S3Store:
             self._away_since = time.monotonic()
             reason = without_secrets(str(caught_exception))
             logger.warning("store %s does not answer, and is asked again: %s", self.uri, reason)
-        is_refused = isinstance(caught_exception, botocore.exceptions.ConnectionError)
-        away_for = time.monotonic() - self._away_since if self._away_since is not None else 0.0
-        if not self._has_answered and away_for >= FIRST_PATIENCE:
+        is_new = not self._has_answered
+        waits = isinstance(caught_exception, UNANSWERED if is_new else botocore.exceptions.ConnectionError)
+        if self._away_since is None or not waits:
+            return None
+        if time.monotonic() - self._away_since < (FIRST_PATIENCE if is_new else self._patience):
+            return random.uniform(0.5, 1.5)
+        if is_new or self._patience < PATIENCE:
             raise caught_exception
-        patience = PATIENCE if self._has_answered else FIRST_PATIENCE
-        return random.uniform(0.5, 1.5) if is_refused and self._away_since is not None and away_for < patience else None
+        return None
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{checked_key(key)}"

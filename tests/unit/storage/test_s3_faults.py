@@ -153,7 +153,14 @@ def test_a_server_that_was_there_is_waited_for_and_one_that_never_answered_is_no
     store._heard(None, attempts=2)
     pauses = [store._heard(refused, attempts=attempt) for attempt in range(1, 200)]
     assert all(pause and 0.5 <= pause <= 1.5 for pause in pauses)
+    impatient = S3Store("s3://bucket/prefix", patience=3.0)
+    impatient._heard(None, attempts=1)
+    assert impatient._heard(refused, attempts=1)
     began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 3.0)
+    assert store._heard(refused, attempts=200)
+    with pytest.raises(EndpointConnectionError):
+        impatient._heard(refused, attempts=2)
     monkeypatch.setattr(time, "monotonic", lambda: began + PATIENCE)
     assert store._heard(refused, attempts=200) is None
 
