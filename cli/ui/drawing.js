@@ -82,7 +82,7 @@ function duration(seconds) {
 }
 
 function ago(seconds) {
-  for (const [length, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) if (seconds >= length) return `${Math.round(seconds / length)} ${unit} ago`;
+  for (const [length, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) if (Math.abs(seconds) >= length) return `${Math.round(Math.abs(seconds) / length)} ${unit} ${seconds > 0 ? "ago" : "ahead of this clock"}`;
   return "just now";
 }
 

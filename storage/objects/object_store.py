@@ -82,6 +82,9 @@ class ObjectStore(Protocol):
     def exists(self, key: str) -> bool:
         """True if `key` has a value."""
 
+    def modified_at(self, key: str) -> float:
+        """When the value was written, in Unix seconds by the store's clock. Raises as `get`."""
+
     def delete(self, keys: Sequence[str]) -> None:
         """Remove keys. A key that does not exist is no error."""
 
@@ -144,6 +147,9 @@ class LocalStore:
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
+
+    def modified_at(self, key: str) -> float:
+        return self._path(key).stat().st_mtime
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -177,6 +177,10 @@ class S3Store:
     def exists(self, key: str) -> bool:
         return self._metadata(key) is not None
 
+    def modified_at(self, key: str) -> float:
+        with self._explained("read", key):
+            return float(self._fs.info(self._path(key))["LastModified"].timestamp())
+
     def delete(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), 1000):
             batch = [{"Key": self._path(key).partition("/")[2]} for key in keys[start : start + 1000]]
