@@ -262,7 +262,7 @@ class S3Store:
             logger.warning("store %s does not answer, and is asked again: %s", self.uri, reason)
         is_new = not self._has_answered
         waits = isinstance(caught_exception, UNANSWERED if is_new else botocore.exceptions.ConnectionError)
-        if self._away_since is None or not waits:
+        if self._away_since is None or not waits or (is_new and "AWS_MAX_ATTEMPTS" in os.environ):
             return None
         if time.monotonic() - self._away_since < (FIRST_PATIENCE if is_new else self._patience):
             return random.uniform(0.5, 1.5)
