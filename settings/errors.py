@@ -99,14 +99,14 @@ def _extra_of(name: str) -> str:
 
 
 @contextlib.contextmanager
-def path_errors(what: str) -> Iterator[None]:
+def path_errors(what: str, *, fix: str = "") -> Iterator[None]:
     """Raise `InvalidInput`, beginning with `what`, for an `OSError` about a path that the user named."""
     try:
         yield
     except UserError:
         raise
     except OSError as error:
-        raise InvalidInput(f"{what}: {error.strerror or error}") from error
+        raise InvalidInput(f"{what}: {error.strerror or error}{f'; {fix}' if fix else ''}") from error
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -227,13 +227,15 @@ def well_formed_data(data: Any) -> Any:
             return data
 
 
-def read_json(text: str | bytes, *, most_depth: int | None = None) -> Any:
+def read_json(
+    text: str | bytes, *, most_depth: int | None = None, as_object: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
     """Read JSON. Raises `json.JSONDecodeError`, a `ValueError`, for whatever is wrong with it.
 
-    With `most_depth` lists and objects in each other may be no deeper.
+    With `most_depth` lists and objects in each other may be no deeper. `as_object` makes an object of keys and values.
     """
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=as_object)
     except json.JSONDecodeError:
         raise
     except RecursionError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,6 +124,10 @@ class MemoryStore:
 
     def exists(self, key: str) -> bool:
         return key in self.files
+
+    def modified_at(self, key: str) -> float:
+        self.get(key)
+        return time.time()
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -6,6 +6,7 @@ In: a fixture `store`, which the importing test module defines. Out: the same te
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,10 @@ def test_put_replaces_and_what_is_missing_is_told_from_what_is_empty(store: Obje
     assert not store.exists("folder/other") and not store.exists("folder")
     with pytest.raises(FileNotFoundError):
         store.get("folder/other")
+    now = time.time()
+    assert abs(store.modified_at("folder/key") - now) < 60
+    with pytest.raises(FileNotFoundError):
+        store.modified_at("folder/other")
     assert store.get_many([]) == []
     assert store.get_many(["empty", "folder/other", "folder/key", "empty"]) == [b"", None, b"new", b""]
 

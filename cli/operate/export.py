@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cli.terminal.arguments import JsonOption, StoreOption, check_target, open_named, print_json
+from cli.terminal.arguments import JsonOption, StoreOption, check_target, open_named, print_json, room_at
 from cli.terminal.console import open_console
 from infra.environment import cache_folder
 from settings.errors import InvalidInput
@@ -57,7 +57,7 @@ def export(
     adapters = has_adapter(folder)
     if merge and not adapters:
         raise InvalidInput(f"policy {policy.version} of run {log.run_id!r} has no adapters to merge; leave --merge out")
-    with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.absolute().parent) as scratch:
+    with room_at(to), tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.absolute().parent) as scratch:
         made = Path(scratch) / "content"
         if saved:
             from trainers.checkpoint import save_average

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli.terminal.arguments import open_named
+from settings.errors import InvalidInput
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -81,6 +82,10 @@ class Run:
         from storage.retention.retention import reading
         from storage.views.queries import open_queries
 
+        if not isinstance(query, str):
+            raise InvalidInput(f"{query!r} is no SQL: write it as text")
+        if isinstance(parameters, str) or not isinstance(parameters, Sequence):
+            raise InvalidInput(f"parameters = {parameters!r} is no list: write a value for each question mark")
         self._log.refresh()
         with reading(self._log, "notebook", quiet=True):
             return open_queries(self._log).select(query, parameters)
@@ -103,6 +108,20 @@ def open_run(name: str, *, store: str | Path = "") -> Run:
     return Run(open_named(str(name), str(store)))
 
 
+def _name_of(run: str) -> str:
+    """The name that a call was given; of a `Run` its own is not enough, as its store may be another."""
+    if not isinstance(run, str):
+        raise InvalidInput(
+            f"{run!r} is no name of a run: write its name, such as {getattr(run, 'name', 'arithmetic')!r}"
+        )
+    return run
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if not isinstance(value, int):
+        raise InvalidInput(f"{name} = {value!r} is no whole number")
+
+
 def train(run_file: str | Path | dict[str, Any], /, **overrides: Any) -> dict[str, Any]:
     """Train the run of a run file, or of its content as a dictionary, as `millrace train` does; returns its status.
 
@@ -111,6 +130,8 @@ def train(run_file: str | Path | dict[str, Any], /, **overrides: Any) -> dict[st
     """
     from cli.run.train import train_run
 
+    if not isinstance(run_file, str | Path | dict):
+        raise InvalidInput(f"{run_file!r} is no run file: name a file, or give its content as a dictionary")
     source = run_file if isinstance(run_file, dict) else Path(run_file)
     return _outside_of_a_loop(lambda: train_run(source, overrides))
 
@@ -122,6 +143,7 @@ def evaluate(run: str, *, version: int | None = None, store: str | Path = "", **
     """
     from cli.run.eval import evaluate_run
 
+    run = _name_of(run)
     return _outside_of_a_loop(lambda: evaluate_run(run, version=version, store=str(store), **changes))
 
 
@@ -134,6 +156,10 @@ def replay(
     """
     from cli.run.replay import replay_run
 
+    run = _name_of(run)
+    _check_whole("first", first)
+    if last is not None:
+        _check_whole("last", last)
     return _outside_of_a_loop(lambda: replay_run(run, first=first, last=last, store=str(store), changes=changes))
 
 

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cli.terminal.arguments import AdoptOption, check_target, open_named, parse_overrides, print_json
+from cli.terminal.arguments import AdoptOption, check_target, open_named, parse_overrides, print_json, room_at
 from cli.terminal.console import open_console, prints_to_stderr
 from cli.terminal.formatting import lasted
 from settings.errors import InvalidInput, counted
@@ -64,7 +64,8 @@ def train(
     with prints_to_stderr(as_json):
         values = derived_values(config, adopt_tasks=adopt_tasks)
     if write is not None:
-        write.write_text(as_toml(config), encoding="utf-8")
+        with room_at(write):
+            write.write_text(as_toml(config), encoding="utf-8")
     if as_json:
         print_json(values)
     else:

@@ -5,7 +5,9 @@ In: option values as typed. Out: the run's log, settings by key; JSON on the ter
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,12 +47,12 @@ class Command(TyperCommand):
         return words
 
 
-def open_named_store(store: str) -> ObjectStore:
-    """The store that an option names, or the default one."""
+def open_named_store(store: str, *, patience: float | None = None) -> ObjectStore:
+    """The store that an option names, or the default one; `patience` as in `open_store`."""
     from settings.places.state_folder import store_uri
     from storage.objects.opening import open_store
 
-    return open_store(store_uri(store))
+    return open_store(store_uri(store), patience=patience)
 
 
 def open_named(run: str, store: str, *, appends: bool = False) -> RunLog:
@@ -71,12 +73,12 @@ def check_target(path: Path, option: str, *, make_folder: bool = False, suffix: 
     """Refuse a path that nothing can be written to, before the work whose result would be written there. With `suffix`
     the result is a file that ends in it, without it a folder.
 
-    Raises `InvalidInput`.
+    Raises `InvalidInput`, or `StoreFull` for a disk without room for another file.
     """
     import tempfile
 
     folder = path.absolute().parent
-    with path_errors(f"{option} {path}"):
+    with path_errors(f"{option} {path}", fix="name another place"), room_at(path):
         if make_folder and not folder.exists():
             folder.mkdir(parents=True)
         if not folder.is_dir():
@@ -90,6 +92,16 @@ def check_target(path: Path, option: str, *, make_folder: bool = False, suffix: 
             raise InvalidInput(f"{option} {path}: only {suffix} is written; name it {path.with_suffix(suffix)}")
         if not suffix and path.suffix.lower() in _FILE_TYPES:
             raise InvalidInput(f"{option} {path} would be a folder with this name; name it {path.with_suffix('')}")
+
+
+@contextlib.contextmanager
+def room_at(path: Path) -> Iterator[None]:
+    """Raise `StoreFull` with the path if what a block writes there does not fit on its disk."""
+    from storage.objects.object_store import room_for
+
+    remedy = "Make room there, or name another place"
+    with room_for(0, path.absolute().parent, reserve=0, what=f"the disk of {path}", remedy=remedy):
+        yield
 
 
 def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:

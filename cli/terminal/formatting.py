@@ -47,10 +47,10 @@ def lasted(seconds: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """`3 min ago`."""
+    """`3 min ago`; of what a clock ahead of this one has written, by how much."""
     for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit} ago"
+        if abs(seconds) >= length:
+            return f"{abs(seconds) / length:.0f} {unit} {'ago' if seconds > 0 else 'ahead of this clock'}"
     return f"{max(0.0, seconds):.0f} s ago"
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, check_target, open_named
+from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, check_target, open_named, room_at
 from cli.terminal.console import open_console
 from cli.traj.finding import note_left_out
 from settings.errors import InvalidInput, counted, size
@@ -41,7 +41,10 @@ def export(
     with reading(log, f"traj export {kind}"):
         log.refresh()  # what retention has taken since is known from here on, and it takes nothing more
         queries = open_queries(log)
-        num_rows = export_rows(queries, file, kind, where=where, margin=margin, include_eval=include_eval, force=force)
+        with room_at(file):
+            num_rows = export_rows(
+                queries, file, kind, where=where, margin=margin, include_eval=include_eval, force=force
+            )
     what = counted(num_rows, "conversation" if kind == "sft" else "pair")
     console.print(f"{what}, {size(file.stat().st_size)}: {escape(str(file))}")
     console.print(f'[dim]datasets.load_dataset("parquet", data_files="{escape(str(file))}")[/]')

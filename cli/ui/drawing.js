@@ -82,7 +82,7 @@ function duration(seconds) {
 }
 
 function ago(seconds) {
-  for (const [length, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) if (seconds >= length) return `${Math.round(seconds / length)} ${unit} ago`;
+  for (const [length, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) if (Math.abs(seconds) >= length) return `${Math.round(Math.abs(seconds) / length)} ${unit} ${seconds > 0 ? "ago" : "ahead of this clock"}`;
   return "just now";
 }
 
@@ -104,7 +104,7 @@ async function get(path, query = {}) {
   const address = `/api/${path.map(encodeURIComponent).join("/")}${asked.size ? `?${asked}` : ""}`;
   const known = answers.get(address);
   const begun = performance.now();
-  const response = await fetch(address, { cache: "no-store", headers: known ? { "If-None-Match": known.tag } : {} });
+  const response = await ask(address, { cache: "no-store", headers: known ? { "If-None-Match": known.tag } : {} });
   waited += performance.now() - begun;
   if (response.status === 304) return known.value;
   const value = await answerOf(response);
@@ -114,7 +114,13 @@ async function get(path, query = {}) {
 
 async function post(path, body) {
   const headers = { "Content-Type": "application/json", "X-Millrace": "ui" };
-  return answerOf(await fetch(`/api/${path.map(encodeURIComponent).join("/")}`, { method: "POST", headers, body: JSON.stringify(body) }));
+  return answerOf(await ask(`/api/${path.map(encodeURIComponent).join("/")}`, { method: "POST", headers, body: JSON.stringify(body) }));
+}
+
+const AWAY = 503;   // the server's status while its store does not answer, and that of a server which is gone
+
+function ask(address, options) {
+  return fetch(address, options).catch(() => { throw Object.assign(new Error("the server of this page does not answer; `millrace ui` may have ended"), { status: AWAY }); });
 }
 
 async function answerOf(response) {

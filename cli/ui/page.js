@@ -3,6 +3,7 @@
 
 const head = document.querySelector("header.top"), nav = document.querySelector("nav"), foot = document.querySelector("footer");
 const SECONDS = 5, MOST_SECONDS = 60, SHARE = 0.01;   // between looks; of the server's time that looking may take
+const stale = note("");
 let sections = [], follow = async () => {};   // of the route that is shown
 
 const here = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
@@ -15,7 +16,11 @@ function section(id, name, fill, { late = false } = {}) {
   const load = async () => {
     const waiting = none("Reading …");
     box.append(waiting);
-    try { const made = await fill(box); if (made) box.append(...[made].flat(9).filter(Boolean)); } catch (error) { box.append(note(error.message)); }
+    try { const made = await fill(box); if (made) box.append(...[made].flat(9).filter(Boolean)); } catch (error) {
+      const said = note(error.message);
+      box.append(said);
+      if (error.status === AWAY) setTimeout(() => { said.remove(); load(); }, 1000 * SECONDS);
+    }
     waiting.remove();
     box.dataset.ready = "1";
   };
@@ -290,7 +295,7 @@ async function route() {
     }
     if (attempt && !inlined) await openAttempt(run, attempt);
   } catch (error) {
-    follow = async () => {};
+    follow = error.status === AWAY ? route : async () => {};
     shown = null;
     if (error.status === 401) return askForToken();
     title("Millrace", run ?? "Runs");
@@ -312,7 +317,10 @@ addEventListener("hashchange", route);
 if (inlined) foot.replaceChildren(`Made ${date(inlined.made_at)} by `, code(`millrace report ${inlined.run}`), " from the run's log and shards.");
 else (async function look() {
   const before = waited;
-  if (!document.hidden) await follow().catch(() => {});   // a server that is away is asked again
+  if (!document.hidden) await follow().then(() => stale.remove(), error => {   // what is away is asked again
+    stale.replaceChildren(visible(`What is shown may be old: ${error.message}`));
+    main.prepend(stale);
+  });
   setTimeout(look, Math.min(Math.max(1000 * SECONDS, (waited - before) / SHARE), 1000 * MOST_SECONDS));
 })();
 route();

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.terminal.arguments import StoreOption, check_target, open_named
+from cli.terminal.arguments import StoreOption, check_target, open_named, room_at
 from cli.terminal.console import say
 from settings.places.state_folder import expanded, home
 
@@ -45,7 +45,7 @@ def write_report(log: RunLog, out: Path | None) -> Path:
     check_target(target, "--out", make_folder=True, suffix=".html")
     with reading(log, "report", quiet=True):
         page = render({"run": log.run_id, "made_at": time.time(), **reported(log.store, log.run_id)})
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+    with room_at(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         partial = Path(scratch, "page.html")
         partial.write_text(page, encoding="utf-8")
         os.replace(partial, target)

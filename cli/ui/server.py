@@ -40,6 +40,7 @@ from settings.redaction import without_secrets
 from storage.log.promotion import NotPromoted, gap_of, promote
 from storage.log.runs import open_run, run_config
 from storage.objects.object_store import ObjectStore
+from storage.objects.opening import is_away
 
 COOKIE = "millrace_ui"
 MOST_BODY = 10_000
@@ -89,6 +90,8 @@ def create_app(store: ObjectStore, *, host: str = "127.0.0.1", token: str = "") 
     @app.exception_handler(OSError)
     async def failed(_: Request, error: Exception) -> Response:
         status = 404 if isinstance(error, NotFound) else 409 if isinstance(error, NotPromoted) else 400
+        if is_away(store, error):
+            status = 503
         return _json({"error": without_secrets(str(error)).removeprefix("--")}, status)
 
     @app.exception_handler(RequestValidationError)

@@ -17,6 +17,8 @@ from cli.terminal.console import say
 from settings.errors import InvalidInput
 
 TOKEN_VARIABLE = "MILLRACE_UI_TOKEN"
+_PATIENCE = 3.0
+"""Seconds in which the page's server waits for a store that is away: the page says so, and asks again."""
 
 
 def ui(
@@ -31,7 +33,9 @@ def ui(
     """Look at runs in a browser: curves as they grow, comparisons, trajectories, lineage, promotion."""
     from cli.ui.server import create_app, is_loopback, serve
 
-    opened = open_named(run, store).store if run else open_named_store(store)
+    if run:
+        open_named(run, store)
+    opened = open_named_store(store, patience=_PATIENCE)
     token = os.environ.get(TOKEN_VARIABLE, "") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
     if not host:
         raise InvalidInput("--host '' is no address; 0.0.0.0 listens on all of this machine's")

@@ -38,8 +38,8 @@ def read_rows(file: Path, *, required: Sequence[str]) -> list[dict[str, Any]]:
     message of the user as that message. A key may name a nested one, also in a list: `reward_model.ground_truth`,
     `prompt.0.content`; its value is under that name too. Other keys are as they are in the file.
 
-    Raises `InvalidInput` with the number of the line for what cannot be read, for a key that is missing, empty or NaN,
-    and for a value that is no text.
+    Raises `InvalidInput` with the number of the line for what cannot be read, for a key that is missing, empty, NaN or
+    there twice, and for a value that is no text.
     """
     with open(file, "rb") as begin:
         if begin.read(len(_LFS_POINTER)) == _LFS_POINTER:
@@ -126,10 +126,24 @@ def _json_rows(file: Path) -> Iterator[tuple[int, Any]]:
         if not text.strip():
             continue
         try:
-            yield number, read_json(text)
+            yield number, read_json(text, as_object=_object)
+        except _Doubled as error:
+            raise InvalidInput(f"{file}, line {number}: the key {str(error)!r} is there twice; keep one") from None
         except json.JSONDecodeError as error:
             fix = "mend or remove the line" if kind_of(file) else "files are JSON lines or Parquet"
             raise InvalidInput(f"{file}, line {number}: not JSON ({error.msg}); {fix}") from None
+
+
+class _Doubled(Exception):
+    """A key that an object has twice."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Doubled(next(name for name in names if names.count(name) > 1))
+    return made
 
 
 def _lines(data: bytes, newline: bytes) -> Iterator[bytes]:

@@ -10,10 +10,11 @@ import ast
 import builtins
 import difflib
 import functools
+import importlib.metadata
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard, get_args, get_origin
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -90,13 +91,56 @@ def _check_table(table: str, values: Mapping[str, Any], fields: Mapping[str, _Ar
             raise InvalidInput(f"{key} = {value!r}: vLLM says {wrong}") from None
         except TypeError:
             pass  # a bound for another member of the union, such as numbers for a string
+        if isinstance(value, str):
+            _check_choice(key, value, argument)
+
+
+def _check_choice(key: str, value: str, argument: _Argument) -> None:
+    """Raise `InvalidInput` for a name that vLLM does not have, of an argument that takes names and any other string.
+
+    The other strings are import paths, and names that a plugin of vLLM's registers.
+    """
+    names = {name.lower(): name for name in _names_beside_strings(argument)}
+    if not names or value.lower() in names or re.search("[.:/]", value) or has_plugins():
+        return
+    raise InvalidInput(f"{key} = {value!r}: vLLM says {_one_of(list(names.values()), value)}")
+
+
+def _names_beside_strings(argument: _Argument) -> list[str]:
+    """The names in the literals of an argument that takes any string too, or of the field that its default is from."""
+    types = [_type_of(member, argument.file) for member in _members(argument.annotation)]
+    if str not in types:
+        return []
+    if (taken := _taken_from(argument)) and (file := _file_of(taken[0], argument.file)):
+        field = _fields(file, taken[0]).get(taken[1])
+        types += [_type_of(member, file) for member in _members(field.annotation)] if field else []
+    literals = [get_args(each)[0] if get_origin(each) is Annotated else each for each in types]
+    return [name for each in literals if get_origin(each) is Literal for name in get_args(each) if name]
+
+
+def _members(annotation: ast.expr) -> list[ast.expr]:
+    """The members of a union `a | b`; of anything else itself."""
+    if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
+        return [*_members(annotation.left), *_members(annotation.right)]
+    return [annotation]
+
+
+@functools.cache
+def has_plugins() -> bool:
+    """True if a package beside vLLM registers names of its own."""
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    return any(not point.value.startswith("vllm.") for point in points)
 
 
 def _words(problem: ErrorDetails, value: Any) -> str:
     """What is wrong in pydantic's words; of many choices only the nearest."""
     choices = re.findall(r"'(\w+)'", str(problem.get("ctx", {}).get("expected", "")))
+    return problem["msg"] if len(choices) <= _MOST_CHOICES else _one_of(choices, value)
+
+
+def _one_of(choices: Sequence[str], value: Any) -> str:
     if len(choices) <= _MOST_CHOICES:
-        return problem["msg"]
+        return f"Input should be one of {', '.join(map(repr, choices))}"
     nearest = difflib.get_close_matches(str(value), choices, n=3, cutoff=0.3) or choices[:3]
     return f"Input should be one of {len(choices)} names, such as {', '.join(map(repr, nearest))}"
 
@@ -115,17 +159,25 @@ def _fields(file: str, class_name: str) -> dict[str, _Argument]:
 def _bounds(name: str, argument: _Argument) -> Iterator[dict[str, Any]]:
     """The bounds of a value: in the field itself, in the one that its default is taken from, or where an argument
     without a default is of the same name, as `max_num_seqs` is in `SchedulerConfig`."""
+    if taken := _taken_from(argument):
+        yield from _bounds_of(*taken, argument.file)
     match argument.default:
         case ast.Call(func=ast.Name(id="Field"), keywords=words):
             bounds = {word.arg: word.value for word in words if word.arg in _BOUNDS}
             yield {key: ast.literal_eval(bound) for key, bound in bounds.items()}
-        case ast.Attribute(value=ast.Name(id=owner), attr=field):
-            yield from _bounds_of(owner, field, argument.file)
-        case ast.Call(func=ast.Name(id="get_field"), args=[ast.Name(id=owner), ast.Constant(value=str(field))]):
-            yield from _bounds_of(owner, field, argument.file)
         case ast.Constant(value=None) if argument.file == _ARGUMENTS:
             for owner in ("SchedulerConfig", "CacheConfig", "ParallelConfig"):
                 yield from _bounds_of(owner, name, argument.file)
+
+
+def _taken_from(argument: _Argument) -> tuple[str, str] | None:
+    """Class and field that an argument has its default from."""
+    match argument.default:
+        case ast.Attribute(value=ast.Name(id=owner), attr=field):
+            return owner, field
+        case ast.Call(func=ast.Name(id="get_field"), args=[ast.Name(id=owner), ast.Constant(value=str(field))]):
+            return owner, field
+    return None
 
 
 def _bounds_of(class_name: str, field: str, file: str) -> Iterator[dict[str, Any]]:
@@ -205,4 +257,9 @@ def _file_of(name: str, file: str) -> str:
 
 @functools.cache
 def _source(file: str) -> list[ast.stmt]:
-    return vllm_source(file)
+    """The statements of a file, those for type checkers in the place of the condition."""
+    return [part for line in vllm_source(file) for part in (line.body if _is_for_types(line) else [line])]
+
+
+def _is_for_types(line: ast.stmt) -> TypeGuard[ast.If]:
+    return isinstance(line, ast.If) and ast.unparse(line.test) == "TYPE_CHECKING"

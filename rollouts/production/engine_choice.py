@@ -16,6 +16,8 @@ from settings.errors import InvalidInput
 from settings.run_file import RunConfig
 from storage.policies.model_config import model_config, num_positions, stored_dtype
 
+_CPU_BLOCK = 32
+"""On CPUs, a block of the cache has a multiple of this many tokens; with latent attention 16, whatever is set."""
 QUANTISED_ON_CPUS = "fp8_per_channel"
 """What vLLM's CPU build makes of weights that are not quantised, at each load."""
 _KERNEL = "vLLM says 'Failed to find a kernel that can implement' it"
@@ -70,6 +72,11 @@ def check_cpu_engine(arguments: Mapping[str, Any]) -> None:
     """Raise `InvalidInput` for arguments that vLLM's CPU build takes and does not carry out, each tried with 0.32."""
     if not is_cpu_build():
         return
+    if (block_size := arguments.get("block_size")) and block_size % _CPU_BLOCK:
+        raise InvalidInput(
+            f"engine.vllm.block_size = {block_size}, on CPUs: vLLM's attention takes multiples of {_CPU_BLOCK}; use "
+            "one, or leave it out"
+        )
     kind = arguments.get("quantization")
     if kind is not None and kind != QUANTISED_ON_CPUS:
         reason = _NOT_ON_CPUS.get(kind, "it reads weights that are quantised already, and policies are not")

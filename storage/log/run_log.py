@@ -61,6 +61,11 @@ class RunLog:
         """Store key of something inside this run."""
         return f"{self.prefix}/{relative}"
 
+    @property
+    def last_written_at(self) -> float:
+        """When the newest entry was written, by the store's clock: that of the machine which wrote it may be off."""
+        return self.store.modified_at(self._entry_key(self.state.entries - 1))
+
     def refresh(self) -> RunState:
         """Fold in what was committed since the last call. Reads entries by number, and never lists a folder.
 

@@ -216,7 +216,8 @@ class RunState:
 
         What other commands append to a finished run, such as evaluations and aliases, is not the run's work.
         """
-        return self.earlier_seconds + (self.worked_until - self.session_started_at if self.sessions else 0.0)
+        of_session = self.worked_until - self.session_started_at if self.sessions else 0.0
+        return self.earlier_seconds + max(0.0, of_session)  # a clock may have been set back
 
     @property
     def pending_accepted(self) -> int:

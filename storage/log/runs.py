@@ -335,7 +335,7 @@ def outcome(log: RunLog) -> Outcome | Literal["running", "vanished"]:
     if is_here:
         return "vanished"
     stall = float(run_config(log).get("rollout", {}).get("stall_timeout", _LONGEST_STALL))
-    return "vanished" if time.time() - state.last_at > 2 * stall else "running"
+    return "vanished" if time.time() - log.last_written_at > 2 * stall else "running"
 
 
 @contextlib.contextmanager

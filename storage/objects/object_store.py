@@ -82,6 +82,9 @@ class ObjectStore(Protocol):
     def exists(self, key: str) -> bool:
         """True if `key` has a value."""
 
+    def modified_at(self, key: str) -> float:
+        """When the value was written, in Unix seconds by the store's clock. Raises as `get`."""
+
     def delete(self, keys: Sequence[str]) -> None:
         """Remove keys. A key that does not exist is no error."""
 
@@ -144,6 +147,9 @@ class LocalStore:
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
+
+    def modified_at(self, key: str) -> float:
+        return self._path(key).stat().st_mtime
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -269,8 +275,9 @@ def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy:
     def full(free: int) -> StoreFull:
         if num_bytes + reserve <= free and has_no_inodes(folder):
             return StoreFull(
-                f"{what} is full: {size(free)} free, and no more files fit there, as `df -i` shows. Remove files of "
-                "the disk. Nothing that was committed is lost: the same command continues"
+                f"{what} is full: {size(free)} free, and no more files fit there, as `df -i` shows. "
+                f"{remedy or 'Remove files of the disk'}. Nothing that was committed is lost: the same command "
+                "continues"
             )
         room = remedy or f"Make room with `{command('gc')}`, or choose another `store`"
         if not remedy and free < GC_BYTES:

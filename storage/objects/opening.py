@@ -18,8 +18,9 @@ WRITERS, RACES = 4, 3
 """At once, and one after another, in a `probe`."""
 
 
-def open_store(uri: str) -> ObjectStore:
-    """A store by URI or path. Raises `StoreError` for any other, one with credentials, and an unreadable folder."""
+def open_store(uri: str, *, patience: float | None = None) -> ObjectStore:
+    """A store by URI or path. `patience` is for how many seconds a request waits for a server that is away, for a while
+    by default. Raises `StoreError` for any other, one with credentials, and an unreadable folder."""
     scheme, is_uri, rest = uri.partition("://")
     if is_uri and scheme == "s3":
         from storage.objects.s3_store import S3Store
@@ -33,7 +34,7 @@ def open_store(uri: str) -> ObjectStore:
         if not bucket or prefix.startswith("/"):
             right = f"s3://{bucket or 'bucket'}/{prefix.strip('/') or 'prefix'}"
             raise StoreError(f"store {uri!r} has an empty name between two slashes; use {right}")
-        return S3Store(uri)
+        return S3Store(uri) if patience is None else S3Store(uri, patience=patience)
     if is_uri and scheme == "file" and not rest.startswith("/"):
         host = rest.partition("/")[0]
         raise StoreError(f"store {uri!r}: {host!r} is a host; a file URI has three slashes: file:///…")
@@ -64,8 +65,8 @@ def probe(store: ObjectStore, *, with_data: bool = True) -> None:
         try:
             _race(store, key, with_data=with_data)
         except Exception as error:
-            if _is_away(store, error):
-                raise StoreError(f"store {store.uri} cannot be written ({error}); check the endpoint") from error
+            if is_away(store, error):
+                raise
             with contextlib.suppress(Exception):  # the first error matters
                 store.delete([key])
             if isinstance(error, StoreFull) or (isinstance(error, ConditionRefused) and _takes_any(store, key)):
@@ -95,7 +96,7 @@ def _race(store: ObjectStore, key: str, *, with_data: bool) -> None:
     store.delete([key])
 
 
-def _is_away(store: ObjectStore, error: Exception) -> bool:
+def is_away(store: ObjectStore, error: Exception) -> bool:
     """True if no server has answered: each further request would take all its attempts too."""
     if not store.uri.startswith("s3:"):
         return False

@@ -6,6 +6,7 @@ Out: an `ObjectStore`. All requests go through s3fs.
     403, 404, 412, 501 …                          ─▶ not sent again: an error, or the result
     503 SlowDown, 500, timeout, cut connection    ─▶ sent again, with growing pauses; a warning if no answer comes
     connection refused by a server that was there ─▶ sent again for `PATIENCE`
+    no answer of a server that never gave one     ─▶ sent again for `FIRST_PATIENCE`: the address may be wrong
     a body that ends early                        ─▶ read again from the start
     412: the key exists                           ─▶ the object's metadata `writer` shows whether we wrote it
 
@@ -57,6 +58,8 @@ ATTEMPTS = 6
 for throttling, timeouts and cut connections, and aiohttp repeats a PUT on a kept connection."""
 PATIENCE = 120.0
 """Seconds that a server which has answered this process may be away, and refuse connections."""
+FIRST_PATIENCE = 6.0
+"""Seconds in which a server that never answered this process is asked again, by all requests together."""
 READ_ATTEMPTS = 2
 """How often a body that ends early is read, and s3fs's number of tries for everything else."""
 CONFLICT_ATTEMPTS = 10
@@ -66,6 +69,8 @@ REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
 """Error codes of servers without conditional writes; others ignore `If-None-Match`."""
 MOST_REQUESTS = 50
 """Most requests at once."""
+UNANSWERED = (botocore.exceptions.HTTPClientError, botocore.exceptions.ConnectionError)
+"""Errors of a request that no server has answered."""
 _ERRORS = (
     OSError,
     ValueError,  # an endpoint that is not a URL
@@ -84,8 +89,9 @@ prints a traceback."""
 class S3Store:
     """A prefix of a bucket."""
 
-    def __init__(self, uri: str, *, checksums: str = "") -> None:
-        """`checksums` is used instead of what the variable `CHECKSUMS` says."""
+    def __init__(self, uri: str, *, checksums: str = "", patience: float = PATIENCE) -> None:
+        """`checksums` is used instead of what the variable `CHECKSUMS` says, `patience` instead of `PATIENCE`."""
+        self._patience = patience
         self.uri = uri.rstrip("/")
         self._prefix = self.uri.removeprefix("s3://")
         self._bucket = self._prefix.partition("/")[0]
@@ -171,6 +177,10 @@ class S3Store:
     def exists(self, key: str) -> bool:
         return self._metadata(key) is not None
 
+    def modified_at(self, key: str) -> float:
+        with self._explained("read", key):
+            return float(self._fs.info(self._path(key))["LastModified"].timestamp())
+
     def delete(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), 1000):
             batch = [{"Key": self._path(key).partition("/")[2]} for key in keys[start : start + 1000]]
@@ -237,7 +247,8 @@ class S3Store:
         """botocore calls this after each request that it sent, and sends it again after the seconds that are returned.
 
         Warn once for each time that the server is away; a connection that was kept and has ended since is none. A
-        server that has answered before may be restarting.
+        server that has answered before may be restarting. After the time for one that never has, and after a shorter
+        patience, the error is raised from here: botocore would go on.
         """
         if caught_exception is None:
             if self._away_since is not None:
@@ -249,9 +260,15 @@ class S3Store:
             self._away_since = time.monotonic()
             reason = without_secrets(str(caught_exception))
             logger.warning("store %s does not answer, and is asked again: %s", self.uri, reason)
-        is_refused = isinstance(caught_exception, botocore.exceptions.ConnectionError)
-        is_recent = self._away_since is not None and time.monotonic() - self._away_since < PATIENCE
-        return random.uniform(0.5, 1.5) if self._has_answered and is_refused and is_recent else None
+        is_new = not self._has_answered
+        waits = isinstance(caught_exception, UNANSWERED if is_new else botocore.exceptions.ConnectionError)
+        if self._away_since is None or not waits or (is_new and "AWS_MAX_ATTEMPTS" in os.environ):
+            return None
+        if time.monotonic() - self._away_since < (FIRST_PATIENCE if is_new else self._patience):
+            return random.uniform(0.5, 1.5)
+        if is_new or self._patience < PATIENCE:
+            raise caught_exception
+        return None
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{checked_key(key)}"
@@ -309,7 +326,9 @@ class S3Store:
                     f"`{command('gc', store=self.uri)}`, raise its quota, or choose another `store`. "
                     "Nothing that was committed is lost: the same command continues"
                 ) from error
-            raise StoreError(f"store {self.uri}: cannot {action} {key}: {reason}") from error
+            is_new = isinstance(error, UNANSWERED) and not self._has_answered
+            fix = "; no server has answered there: check the endpoint (AWS_ENDPOINT_URL)" if is_new else ""
+            raise StoreError(f"store {self.uri}: cannot {action} {key}: {reason}{fix}") from error
 
 
 def _has_size(file: Path, num_bytes: int) -> bool:
@@ -339,4 +358,4 @@ def _reason(error: BaseException) -> str:
 
 def is_unanswered(error: BaseException) -> bool:
     """True for a `StoreError` of a request that no server has answered."""
-    return isinstance(error.__cause__, (botocore.exceptions.HTTPClientError, botocore.exceptions.ConnectionError))
+    return isinstance(error.__cause__, UNANSWERED)

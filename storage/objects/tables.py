@@ -30,21 +30,32 @@ def read_unpacked(file: Path) -> bytes:
 def read_parquet_rows(file: Path) -> list[dict[str, Any]]:
     """All rows of a Parquet file. A number of 32 bits becomes the shortest decimal that means it: 0.1.
 
-    Raises `ValueError` if it cannot be read.
+    Raises `ValueError` if it cannot be read, or has a column twice.
     """
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(file)
+        schema = pa.struct(pq.read_schema(file))
+        table = None if (doubled := _doubled(schema)) else pq.read_table(file)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # it is not there, or may not be read
             raise
         raise ValueError(f"it is no Parquet file, or damaged: {error}") from error
+    if table is None:
+        raise ValueError(f"it has the column {doubled!r} twice; rename one of them, or leave one out")
     if (texts := _with_float32_as(pa.struct(table.schema), pa.string())) != pa.struct(table.schema):
         numbers = _with_float32_as(pa.struct(table.schema), pa.float64())
         table = table.cast(pa.schema(texts)).cast(pa.schema(numbers))
     rows: list[dict[str, Any]] = table.to_pylist()
     return rows
+
+
+def _doubled(kind: pa.DataType) -> str:
+    """The first name that a struct, or one inside of it, has twice; empty if there is none."""
+    fields = [kind.field(number) for number in range(kind.num_fields)]
+    names = [field.name for field in fields] if pa.types.is_struct(kind) else []
+    twice = [name for number, name in enumerate(names) if name in names[:number]]
+    return next(filter(None, [*twice, *(_doubled(field.type) for field in fields)]), "")
 
 
 def _with_float32_as(kind: pa.DataType, other: pa.DataType) -> pa.DataType:

@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import fcntl
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -27,19 +28,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from settings.errors import InvalidInput, NotFound
+from settings.errors import InvalidInput, NotFound, is_disk_full, nearest_existing
 from settings.places.hints import command
 from storage.log.entries import Shard, claimed_groups
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of
-from storage.objects.object_store import LocalStore, StoreError, writable
+from storage.objects.object_store import LocalStore, StoreError, room_for, writable
 from storage.shards.shards import DamagedShard, read_shard
 from storage.views.search_query import Filters, SearchQuery, sql_text
 from storage.views.search_rows import EMBEDDING, ROW, Embed, attempt_rows, unit_vectors
 
 SCHEMA_VERSION = "1"
 
-_TABLE = "trajectories"
+_TABLE, _LOCK = "trajectories", "lock"
 _READ_AT_ONCE = 8
 _COMMIT_BYTES = 64 * 2**20
 """Rows in memory are committed once they are this large."""
@@ -95,13 +96,16 @@ class Match:
 
 
 def index_folder(log: RunLog, cache: Path) -> Path:
-    """Folder of a run's index: beside its shards in a local store; for S3 under `cache`.
+    """Folder of a run's index: beside its shards in a local store; under `cache` for S3, and for a store that this user
+    may not write.
 
     It is not in the bucket: Lance would need the credentials in its own form, and two indexers would lose each other's
     rows on a server that ignores conditional writes. A copy per machine has neither problem, and is fast.
     """
     if isinstance(log.store, LocalStore):
-        return log.store.root / log.key("index")
+        beside = log.store.root / log.key("index")
+        if os.access(nearest_existing(beside / _LOCK), os.W_OK):
+            return beside
     return cache / "index" / sha256_of(log.store.uri.encode())[:16] / log.run_id
 
 
@@ -124,9 +128,11 @@ class SearchIndex:
 
         `embedding` is an import path; empty keeps that of the index. `progress` gets the shards done and in all. A
         second call, also after a kill, ends in the same rows. Raises `BadIndex` for an index that is damaged or was
-        made by another Millrace or with another embedding, `InvalidInput` if the embedding does not return vectors.
+        made by another Millrace or with another embedding, `InvalidInput` if the embedding does not return vectors,
+        `StoreFull` if it does not fit on its disk.
         """
-        with self._lock():
+        what = f"the disk of the search index {self.folder}"
+        with room_for(0, self.folder, reserve=0, what=what, remedy="Make room there"), self._lock():
             table = self._create(embedding) if rebuild or not self.exists else self._open()
             recorded = _embedding_of(table)
             if embedding and embedding != recorded:
@@ -188,9 +194,9 @@ class SearchIndex:
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
         """Only one process at a time updates an index; the next one has nothing left to do."""
-        with writable(self.folder / "lock"):
+        with writable(self.folder / _LOCK):
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = open(self.folder / "lock", "a")  # noqa: SIM115 - it is closed below
+            file = open(self.folder / _LOCK, "a")  # noqa: SIM115 - it is closed below
         with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -201,6 +207,8 @@ class SearchIndex:
         try:
             yield
         except (RuntimeError, OSError, ValueError, pa.ArrowException) as error:
+            if is_disk_full(error):
+                raise
             reason = re.sub(r",? /\S+\.rs:\d+\S*", "", str(error))  # lines of Lance's own source
             raise BadIndex(
                 f"the index at {self.folder} cannot be used ({reason}); it is derived from the shards and safe to "

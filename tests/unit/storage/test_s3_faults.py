@@ -20,7 +20,7 @@ from storage.log.run_state import Conflict
 from storage.objects.digests import DIGEST_FILE, verify_folder
 from storage.objects.object_store import StoreError, StoreFull
 from storage.objects.opening import open_store, probe
-from storage.objects.s3_store import CHECKSUMS, PATIENCE, S3Store, _reason
+from storage.objects.s3_store import CHECKSUMS, FIRST_PATIENCE, PATIENCE, S3Store, _reason
 from storage.objects.tables import ipc_bytes
 from storage.shards.shards import DamagedShard, commit_shard, read_shard
 from tasks.checks.preflight import check_run
@@ -144,11 +144,23 @@ def test_a_server_that_is_away_is_warned_of_once_and_one_cut_connection_is_not(
 
 def test_a_server_that_was_there_is_waited_for_and_one_that_never_answered_is_not(monkeypatch: pytest.MonkeyPatch):
     store, refused = S3Store("s3://bucket/prefix"), EndpointConnectionError(endpoint_url="http://host", error="refused")
-    assert store._heard(refused, attempts=1) is None, "botocore decides"
+    began = time.monotonic()
+    assert 0.5 <= (store._heard(refused, attempts=1) or 0.0) <= 1.5
+    with monkeypatch.context() as later:
+        later.setattr(time, "monotonic", lambda: began + 1.1 * FIRST_PATIENCE)
+        with pytest.raises(EndpointConnectionError):  # of all requests at once, of however many
+            store._heard(refused, attempts=1)
     store._heard(None, attempts=2)
     pauses = [store._heard(refused, attempts=attempt) for attempt in range(1, 200)]
     assert all(pause and 0.5 <= pause <= 1.5 for pause in pauses)
+    impatient = S3Store("s3://bucket/prefix", patience=3.0)
+    impatient._heard(None, attempts=1)
+    assert impatient._heard(refused, attempts=1)
     began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 3.0)
+    assert store._heard(refused, attempts=200)
+    with pytest.raises(EndpointConnectionError):
+        impatient._heard(refused, attempts=2)
     monkeypatch.setattr(time, "monotonic", lambda: began + PATIENCE)
     assert store._heard(refused, attempts=200) is None
 
@@ -158,6 +170,18 @@ def test_an_error_without_a_message_is_its_code():
     metadata = {"HTTPStatusCode": 403}
     error = ClientError({"Error": {"Code": "AccessDenied", "Message": None}, "ResponseMetadata": metadata}, "PutObject")  # type: ignore[typeddict-item]
     assert _reason(error) == "AccessDenied, HTTP 403"
+
+
+def test_an_address_without_a_server_is_waited_for_once_for_all_writers(bucket: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("storage.objects.s3_store.FIRST_PATIENCE", 2.0)
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"no server has answered there: check the endpoint \(AWS_ENDPOINT_URL\)$"):
+            probe(store := S3Store(f"s3://{bucket}/prefix"))
+        with pytest.raises(StoreError, match="cannot read key: .*check the endpoint"):  # at once
+            store.get("key")
+    assert time.monotonic() - began < 2 * (2.0 + 1.5) + 2.0
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,6 +32,23 @@ def test_a_policy_that_is_asked_for_by_no_whole_number_is_named(log: RunLog, sto
     for version in ("3", 3.0, [3]):
         with pytest.raises(InvalidInput, match="is no whole number"):
             millrace.open_run("run", store=store.root).policy(version)  # type: ignore[arg-type]
+
+
+def test_what_is_of_another_type_than_a_call_takes_is_a_sentence(log: RunLog, store: LocalStore) -> None:
+    run: Any = millrace.open_run("run", store=store.root)
+    calls: dict[str, Callable[[], Any]] = {
+        "5 is no run file: name a file, or give its content": lambda: millrace.train(5),  # type: ignore[arg-type]
+        r"\['a.toml'\] is no run file": lambda: millrace.train(["a.toml"]),  # type: ignore[arg-type]
+        "<run 'run' at step 0> is no name of a run: write its name, such as 'run'": lambda: millrace.evaluate(run),
+        "3 is no name of a run": lambda: millrace.replay(3),  # type: ignore[arg-type]
+        "first = '1' is no whole number": lambda: millrace.replay("run", first="1"),  # type: ignore[arg-type]
+        "last = 1.5 is no whole number": lambda: millrace.replay("run", last=1.5),  # type: ignore[arg-type]
+        "b'SELECT 1' is no SQL": lambda: run.sql(b"SELECT 1"),
+        "parameters = 5 is no list": lambda: run.sql("SELECT ?", 5),
+    }
+    for sentence, call in calls.items():
+        with pytest.raises(InvalidInput, match=sentence):
+            call()
 
 
 def test_an_interrupt_of_a_cell_ends_the_flow_in_its_thread(

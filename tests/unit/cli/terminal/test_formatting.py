@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cli.operate.rounds import LEGEND, rounds_table
 from cli.terminal.console import open_console
-from cli.terminal.formatting import held_out, number, plain_table, shortened, versions_of
+from cli.terminal.formatting import ago, held_out, number, plain_table, shortened, versions_of
 from settings.errors import all_of, counted, ranges, size
 from settings.redaction import one_line
 from tests.builders import a_log, a_step
@@ -97,3 +97,8 @@ def test_a_round_is_a_row_of_at_most_80_columns_under_its_name() -> None:
         assert len(header.rstrip()) <= 80 and len(LEGEND) <= 80
         ends = [[m.end() for m in re.finditer(r"\S+( max \d)?", line)] for line in (header, row, later)]
         assert ends[0] == ends[1] == ends[2], "each number ends under its name"
+
+
+def test_a_time_that_a_clock_ahead_of_this_one_wrote_says_so() -> None:
+    assert [ago(seconds) for seconds in (7200, 61, 3, -3)] == ["2 h ago", "1 min ago", "3 s ago", "0 s ago"]
+    assert ago(-5 * 3600) == "5 h ahead of this clock"

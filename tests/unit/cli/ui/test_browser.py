@@ -16,13 +16,14 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
+from cli.ui.data import Pages
 from cli.ui.report import write_report
 from cli.ui.server import create_app
 from infra.ports import free_port
 from storage.log.entries import Quarantine
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, trainer_lock
-from storage.objects.object_store import LocalStore
+from storage.objects.object_store import LocalStore, StoreError
 from storage.records import ToolCall
 from tests.builders import a_group, a_log, a_trajectory, a_turn
 from tests.unit.cli.builders import commit
@@ -206,6 +207,47 @@ def test_the_page_of_every_run_opens_runs_and_compares_them(
     assert re.search(r"<code>seed</code></td><td><code>0</code></td><td><code>1</code>", page)
     document, console = opened(f"{address}#run=run&attempt=0.a%2F0", tmp_path)
     assert not console and "<dialog" in document and NASTY.replace("\x00", "␀") in html.unescape(_page(document))
+
+
+_AWAY_AND_BACK = """
+(async () => {
+  const seen = [];
+  const until = async (what, is) => {
+    while (!is()) await new Promise(done => setTimeout(done, 50));
+    seen.push(what);
+    await fetch("/toggle");
+  };
+  const note = () => document.querySelector("main > .note")?.textContent ?? "";
+  await until("said at first", () => note() === "store s3://x: away");
+  await until("drawn", () => document.querySelector("#overview[data-ready]"));
+  await until("said of what is shown", () => note() === "What is shown may be old: store s3://x: away");
+  await until("taken back", () => !note());
+  return seen;
+})()
+"""
+
+
+def test_a_page_says_that_the_store_is_away_and_goes_on_when_it_is_back(
+    trained: RunLog, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_away, version = [True], Pages.version
+
+    def away_or(self: Pages, run: str) -> str:
+        if is_away[0]:
+            raise StoreError("store s3://x: away")
+        return version(self, run)
+
+    monkeypatch.setattr(Pages, "version", away_or)
+    monkeypatch.setattr("cli.ui.server.is_away", lambda store, error: isinstance(error, StoreError))
+    app = create_app(store)
+
+    @app.get("/toggle")
+    def toggle() -> None:
+        is_away[0] = not is_away[0]
+
+    with _served(app) as address, a_screen(tmp_path) as screen:
+        told = screen(f"{address}#run=run", _AWAY_AND_BACK)
+    assert told == ["said at first", "drawn", "said of what is shown", "taken back"]
 
 
 _LAID_OUT = """

@@ -18,7 +18,9 @@ from storage.log.entries import Alias, End, Quarantine, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, remove_run, trainer_lock
 from storage.objects.object_store import LocalStore
+from storage.objects.opening import open_store
 from tests.builders import BASE, a_group, a_log, a_shard, a_step, a_summary, a_trajectory, a_turn
+from tests.faulty_s3 import ALWAYS, Fault, FaultyS3
 from tests.unit.cli.builders import an_evaluation, assert_refused, commit, running
 from tests.unit.cli.ui.builders import NASTY, a_trained_run, seen, train
 
@@ -311,6 +313,26 @@ def test_what_cannot_be_served_is_one_sentence(store: LocalStore) -> None:
     a_trained_run(store)
     refused = {"nothing": "no run 'nothing'", "--host 203.0.113.1": "cannot listen on 203.0.113.1"}
     assert_refused("ui --no-browser {}", refused | {"--host ''": "0.0.0.0 listens on all"})
+
+
+@pytest.mark.server
+def test_a_store_that_is_away_is_a_sentence_and_is_served_when_it_is_back(
+    server: dict[str, str], bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with FaultyS3(server).running() as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.variables["AWS_ENDPOINT_URL"])
+        store = open_store(f"s3://{bucket}/lake", patience=0.5)
+        a_log(store)
+        client = TestClient(create_app(store), base_url="http://localhost:4300")
+        assert client.get("/api/runs").json()["runs"][0]["run"] == "run"
+        proxy.fail(Fault.LOSE_ANSWER, times=ALWAYS, method="GET")
+        for path in ("runs", "runs/run/overview", "runs/run/groups"):
+            answer = client.get(f"/api/{path}")
+            assert answer.status_code == 503, answer.text
+            assert answer.json()["error"].startswith(f"store {store.uri}: cannot "), answer.text
+        proxy.heal()
+        assert client.get("/api/runs/run/overview").json()["outcome"]
 
 
 def test_untrusted_text_is_json_and_nothing_else(client: TestClient, store: LocalStore) -> None:

@@ -155,3 +155,19 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
         read_rows(tmp_path / "a.jsonl.gz", required=[])
     with pytest.raises(FileNotFoundError):
         read_rows(tmp_path / "none.jsonl", required=[])
+
+
+def test_a_name_that_is_there_twice_is_said_and_no_value_is_chosen(tmp_path: Path) -> None:
+    doubled = pa.StructArray.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["k", "k"])
+    tables = {
+        "answer": pa.table([pa.array(["1+1"]), pa.array(["2"]), pa.array(["3"])], names=["q", "answer", "answer"]),
+        "k": pa.table({"q": pa.array(["1"]), "nested": pa.ListArray.from_arrays([0, 1], doubled)}),
+    }
+    for name, table in tables.items():
+        pq.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(InvalidInput, match=rf"a\.parquet: it has the column '{name}' twice; rename one of them"):
+            read_rows(tmp_path / "a.parquet", required=["q"])
+    for line in ('{"q": "1+1", "answer": "2", "answer": "3"}', '{"q": "1", "s": [{"answer": 1, "answer": 1}]}'):
+        (tmp_path / "a.jsonl").write_text(f'{{"q": "0"}}\n{line}')
+        with pytest.raises(InvalidInput, match=r"a\.jsonl, line 2: the key 'answer' is there twice; keep one"):
+            read_rows(tmp_path / "a.jsonl", required=["q"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 
-from rollouts.production.engine_arguments import check_engine_arguments, check_token_limits
+from rollouts.production.engine_arguments import check_engine_arguments, check_token_limits, has_plugins
 from settings.errors import InvalidInput
 
 
@@ -30,6 +31,15 @@ from settings.errors import InvalidInput
         ({"compilation_config": {"cudagraf_mode": "full"}}, "compilation_config.cudagraf_mode: .* 'cudagraph_mode'"),
         ({"compilation_config": {"mode": 99}}, "compilation_config.mode = 99: .* 'VLLM_COMPILE', 0, 1, 2, 3"),
         ({"eplb_config": {"window_size": 0}}, "eplb_config.window_size = 0: .* greater than 0"),
+        ({"load_format": "x"}, "load_format = 'x': .* one of 'auto', 'hf', 'dummy'"),  # names, and any string
+        ({"tokenizer_mode": "x"}, "one of 'auto', 'hf', 'mistral'"),
+        ({"model_impl": "x"}, "one of 'auto', 'vllm', 'transformers'"),  # of the class that the default is taken from
+        ({"config_format": "x"}, "one of 'auto', 'hf', 'mistral'"),
+        ({"quantization": "fp9"}, r"one of \d+ names, such as 'fp8'"),
+        ({"distributed_executor_backend": "rya"}, "one of 'ray', 'mp', 'uni'"),
+        ({"offload_backend": "x"}, "one of 'auto', 'uva', 'prefetch'"),
+        ({"mm_encoder_attn_backend": "FLASH_ATN"}, r"one of \d+ names, such as 'FLASH_ATTN'"),
+        ({"weight_transfer_config": {"backend": "x"}}, "weight_transfer_config.backend = 'x': .* one of 'nccl'"),
     ],
 )
 def test_a_wrong_value_is_refused(arguments: dict[str, Any], sentence: str) -> None:
@@ -46,11 +56,25 @@ def test_a_wrong_value_is_refused(arguments: dict[str, Any], sentence: str) -> N
         {"attention_backend": "flash_attn", "hf_overrides": {"rope_theta": 1.0}, "quantization_config": {}},
         {"load_format": "dummy", "dtype": "half", "kv_cache_dtype": "fp8", "distributed_executor_backend": "mp"},
         {"logits_processors": ["my.module:Class"]},  # a name of a package
+        {"load_format": "Dummy", "model_impl": "vllm", "tokenizer_mode": "auto", "quantization": "fp8_per_channel"},
+        {"distributed_executor_backend": "my.module.Executor", "quantization": None, "mm_encoder_attn_dtype": None},
         {"max_num_seqs": None, "kv_cache_memory_bytes": 2**30, "num_gpu_blocks_override": 100},
     ],
 )
 def test_what_vllm_takes_passes(arguments: dict[str, Any]) -> None:
     check_engine_arguments(arguments)
+
+
+def test_a_name_that_only_a_plugin_can_know_passes_beside_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    def points(group: str) -> list[EntryPoint]:
+        return [EntryPoint("loader", "my_loader:register", group)]
+
+    monkeypatch.setattr("importlib.metadata.entry_points", points)
+    has_plugins.cache_clear()
+    try:
+        check_engine_arguments({"load_format": "my_loader"})
+    finally:
+        has_plugins.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,22 @@ def test_how_a_run_ended_is_what_its_newest_session_said_or_what_its_lock_says(
     assert outcome(open_run(log.store, "run")) == expected
 
 
+@pytest.mark.parametrize("skew", [-5 * 3600.0, 0.0, 5 * 3600.0])
+def test_a_clock_that_is_off_elsewhere_makes_no_run_dead_or_alive_and_no_time_negative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew: float
+):
+    log = create_run(local_store(tmp_path), "run", {"rollout": {"stall_timeout": 60}})
+    now = time.time()
+    log.append(Session(id="a", code_version="", steps=2, host="other"))
+    monkeypatch.setattr(time, "time", lambda: now + skew)
+    log.append(BASE)
+    assert log.state.last_at == now + skew and log.state.worked_seconds >= 0.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert outcome(log) == "running"
+    monkeypatch.setattr(time, "time", lambda: now + 130)
+    assert outcome(log) == "vanished"
+
+
 def test_the_lock_of_a_run_on_s3_is_in_the_state_folder_which_is_each_users_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

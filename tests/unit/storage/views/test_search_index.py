@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 
 from storage.log.entries import Quarantine, Retire
 from storage.log.run_log import RunLog
+from storage.objects.object_store import StoreFull
 from storage.objects.opening import open_store
 from storage.records import Message, ToolCall, Trajectory
 from storage.views import search_index
@@ -371,6 +373,35 @@ def test_many_texts_are_embedded_in_bounded_batches() -> None:
 
     assert unit_vectors(watched, ["word"] * 600, name="my:watched").shape == (600, 26)
     assert sizes == [256, 256, 88]
+
+
+def test_the_index_of_a_store_that_this_user_may_not_write_is_in_the_state_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = a_log(open_store(str(tmp_path / "others")))
+    _words(log, 0, 1)
+    beside = tmp_path / "others" / log.key("index")
+    assert index_folder(log, tmp_path / "mine") == beside
+    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(tmp_path / "others"))
+    folder = index_folder(log, tmp_path / "mine")
+    assert folder.is_relative_to(tmp_path / "mine")
+    assert SearchIndex(log, folder, load_embedding=EMBEDDINGS.__getitem__).update().shards_added == 2
+    assert not beside.exists()
+
+
+def test_a_full_disk_is_named_and_the_library_that_met_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("lance error: LanceError(IO): Unable to copy data: No space left on device (os error 28)")
+
+    log, index = _indexed(tmp_path, "a word")
+    _commit(log, "s1", _said("zebra"), position=1)
+    monkeypatch.setattr("lancedb.table.LanceTable.add", fail)
+    with pytest.raises(StoreFull, match=f"^the disk of the search index {tmp_path / 'index'} is full: (?!.*[Ll]ance)"):
+        index.update()
+    monkeypatch.undo()
+    assert index.update().shards_added == 1
 
 
 @pytest.mark.server

@@ -537,6 +537,7 @@ def test_a_learning_rate_that_is_unusual_for_the_model_is_a_warning_of_every_sta
             {"vllm": {"quantization": "fp8"}},
             "quantization = 'fp8', on CPUs: .*static_scaled_fp8_quant .*; use 'fp8_per_channel'",
         ),
+        ({"vllm": {"block_size": 3}}, "block_size = 3, on CPUs: .* takes multiples of 32; use one, or leave it out"),
         ({"vllm": {"quantization": "mxfp8"}}, "Failed to find a kernel that can implement"),
         ({"vllm": {"quantization": "int8_per_channel_weight_only"}}, "it quantises no layer but experts"),
         ({"vllm": {"quantization": "awq"}}, "reads weights that are quantised already, and policies are not"),
