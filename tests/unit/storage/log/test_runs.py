@@ -31,7 +31,7 @@ OLDER = {"seed": 7, "steps": 1, "train": {"scale": "none", "loss": "clip"}, "tab
     ("config", "again", "defaults", "differences"),
     [
         (CONFIG, CONFIG, {}, []),
-        # Steps, store and tracking may change, the number of ranks, what bounds memory, and a rule that older runs did not have.
+        # Steps, store and tracking may change, the number of ranks, what bounds memory, and a rule that older runs lack
         (CONFIG, {**CONFIG, "rollout": {"on_out_of_room": "exclude"}}, {"rollout": {"on_out_of_room": "score"}}, []),
         (CONFIG, {**CONFIG, "steps": 99, "store": "elsewhere", "tracking": "later"}, {}, []),
         ({"train": {"num_ranks": 2, "clip": 0.2}}, {"train": {"num_ranks": 1, "clip": 0.2}}, {}, []),
