@@ -191,7 +191,7 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
     announce(session.log, "training.finished", version=session.log.state.newest_version)
     session.end("finished")
     async with asyncio.TaskGroup() as ending:
-        ending.create_task(session.fleet.close())  # engines take as long as MLflow
+        ending.create_task(session.fleet.close())  # engines and Ray take as long as MLflow
         ending.create_task(track(session.mirror, is_last=True))
         ending.create_task(session.housekeeping.tidy(session.log.state.step, is_last=True))
 

@@ -343,22 +343,23 @@ class Cluster:
             raise WorkerDied(f"{name} died; its log is {log_file}") from error
 
     async def close(self) -> None:
-        """Let what is hosted end in its own way. Raises the first error that is not the end of a process."""
-        hosted, self._hosted = self._hosted, []
-        # Side by side: on a node that is gone, what was to take the place of the dead never answers.
-        closed = await asyncio.gather(*map(close, hosted), return_exceptions=True)
-        if errors := [each for each in closed if isinstance(each, BaseException)]:
-            raise errors[0]
-
-    async def __aexit__(self, *_: object) -> None:
+        """Let what is hosted end in its own way, and then Ray; a second call does nothing. Raises the first error that is
+        not the end of a process."""
         import ray
 
+        hosted, self._hosted = self._hosted, []
         try:
-            await self.close()
+            # Side by side: on a node that is gone, what was to take the place of the dead never answers.
+            closed = await asyncio.gather(*map(close, hosted), return_exceptions=True)
         finally:
             await asyncio.to_thread(ray.shutdown)  # if it never returns, as it may without a GCS, the watch ends it
             await asyncio.to_thread(self._scratch.close)
             self._watch.end()
+        if errors := [each for each in closed if isinstance(each, BaseException)]:
+            raise errors[0]
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
 
 def _keep(file: Path, message: dict[str, Any], **_: Any) -> None:

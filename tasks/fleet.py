@@ -350,7 +350,7 @@ class Fleet:
         return sum(await asyncio.gather(*map(_progress, self.workers.values())))
 
     async def close(self) -> None:
-        """Let every process of the session end, the trainer's too."""
+        """Let every process of the session end, the trainer's and Ray's too."""
         await self.cluster.close()
 
 

@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 
-from infra.forks import SOURCE
 from rollouts.chat.chat_tokens import ChatTokens
 from storage.log.claims import NOTHING
 from storage.log.entries import Alias
@@ -67,9 +66,8 @@ def _run_checks(module: str, base: Path, scratch: Path, seconds: float = 1100, *
 
 
 @pytest.mark.parametrize("module", ["check_engine", "check_lora", "check_merged", "check_routes"])
-def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path, fork_source: str, module: str) -> None:
-    stops_what_is_below_it = module == "check_engine"
-    _run_checks(module, base_model, tmp_path, **({} if stops_what_is_below_it else {SOURCE: fork_source}))
+def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path, module: str) -> None:
+    _run_checks(module, base_model, tmp_path)
 
 
 @pytest.mark.slow
@@ -119,16 +117,15 @@ def test_an_engine_of_two_parts_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_bits_do_not_depend_on_the_batch_of_a_reproducible_engine(tmp_path: Path, fork_source: str, dtype: str) -> None:
+def test_bits_do_not_depend_on_the_batch_of_a_reproducible_engine(tmp_path: Path, dtype: str) -> None:
     base = a_base_model(tmp_path / "base", hidden_size=256)  # wide enough for vLLM's own products to differ
-    environment = {"DTYPE": dtype, SOURCE: fork_source}
-    wide = _run_checks("check_reproducible", base, tmp_path, **environment, LIMITS="wide")
-    assert wide == _run_checks("check_reproducible", base, tmp_path, **environment, LIMITS="narrow")
+    wide = _run_checks("check_reproducible", base, tmp_path, DTYPE=dtype, LIMITS="wide")
+    assert wide == _run_checks("check_reproducible", base, tmp_path, DTYPE=dtype, LIMITS="narrow")
 
 
-def test_engines_that_compute_otherwise_are_measured_or_refused(tmp_path: Path, fork_source: str) -> None:
+def test_engines_that_compute_otherwise_are_measured_or_refused(tmp_path: Path) -> None:
     base = a_base_model(tmp_path / "base", hidden_size=256)  # vLLM quantises no narrow layers
-    _run_checks("check_precision", base, tmp_path, **{SOURCE: fork_source})
+    _run_checks("check_precision", base, tmp_path)
 
 
 @pytest.mark.slow
