@@ -30,7 +30,7 @@ from cli.run.rollout import once, produce
 from cli.run.train import train
 from cli.terminal.arguments import Command
 from cli.terminal.console import open_streams
-from cli.terminal.errors import end_soon, explained
+from cli.terminal.errors import end_threads, explained
 from cli.traj.diff import diff
 from cli.traj.export import export as export_trajectories
 from cli.traj.ls import ls
@@ -48,13 +48,13 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
 
 
 class _App(typer.Typer):
-    """Ends with its command, whatever threads the user's code has started, and soon."""
+    """Ends with its command, whatever threads the user's code has started."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         try:
             return super().__call__(*arguments, **options)
         except SystemExit as ended:
-            end_soon(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+            end_threads(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
             raise
 
 

@@ -215,7 +215,7 @@ class Cluster:
         self._num_workers = num_workers
         self._gpus_per_engine = gpus_per_engine
         self._hosted: list[Hosted | HostedGroup] = []
-        self._scratch = contextlib.ExitStack()
+        self._opened = contextlib.ExitStack()
         self._environment: dict[str, str] = {}
         self._watch: Watch
         """Set when Ray has started."""
@@ -236,7 +236,7 @@ class Cluster:
             logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
             if "RAY_AUTH_TOKEN_PATH" not in os.environ:
                 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            scratch = self._scratch.enter_context(scratch_folder(self._home))
+            scratch = self._opened.enter_context(scratch_folder(self._home))
             self._environment = worker_environment(scratch)
             options |= {
                 "_temp_dir": str(scratch),
@@ -253,7 +253,7 @@ class Cluster:
             with ray_of_our_own() if address == "local" else contextlib.nullcontext():
                 ray.init(**options)
         except BaseException as error:
-            self._scratch.close()
+            self._opened.close()
             if not isinstance(error, Exception):
                 raise
             raise StartFailed(f"Ray could not start: {in_one_line(str(error))}") from error
@@ -261,6 +261,7 @@ class Cluster:
             signal.signal(signal.SIGTERM, handler)
         node = ray._private.worker._global_node
         self._watch = Watch(node.raylet_socket_name, node.gcs_address, None if address == "local" else self._host_on)
+        self._opened.callback(self._watch.end)
         self.nodes = node_resources()
         return self
 
@@ -343,8 +344,10 @@ class Cluster:
             raise WorkerDied(f"{name} died; its log is {log_file}") from error
 
     async def close(self) -> None:
-        """Let what is hosted end in its own way, and then Ray; a second call does nothing. Raises the first error that is
-        not the end of a process."""
+        """Let what is hosted end in its own way, and then Ray; a second call does nothing.
+
+        Raises the first error that is not the end of a process.
+        """
         import ray
 
         hosted, self._hosted = self._hosted, []
@@ -353,8 +356,7 @@ class Cluster:
             closed = await asyncio.gather(*map(close, hosted), return_exceptions=True)
         finally:
             await asyncio.to_thread(ray.shutdown)  # if it never returns, as it may without a GCS, the watch ends it
-            await asyncio.to_thread(self._scratch.close)
-            self._watch.end()
+            await asyncio.to_thread(self._opened.close)
         if errors := [each for each in closed if isinstance(each, BaseException)]:
             raise errors[0]
 

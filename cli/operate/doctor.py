@@ -146,7 +146,7 @@ def check_memory() -> Finding:
     import psutil
 
     free = psutil.virtual_memory().available / 2**30
-    return Finding(f"{free:.0f} GiB available", "" if free >= 4 else "close programs: the smallest run takes about 3 GiB")
+    return Finding(f"{free:.0f} GiB available", "" if free >= 4 else "close programs: a small run takes about 3 GiB")
 
 
 def check_ports() -> Finding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -27,10 +26,9 @@ _SECONDS_FOR_THREADS = 3.0
 """As long as threads may go on after the end of a command."""
 
 
-def end_soon(status: int) -> None:
+def end_threads(status: int) -> None:
     """Let the process end with `status` although a thread that the user's code has started goes on for ever: Python
-    would wait for it. It would also look at every object of every library once more, for a fifth of a second."""
-    gc.freeze()
+    would wait for it."""
 
     def end() -> None:
         rest = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
