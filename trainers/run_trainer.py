@@ -122,10 +122,14 @@ class RunTrainer:
             ranks += f", {settings.sequence_parallel} to a pack"
         if settings.num_replicas > 1:
             ranks += f", {settings.num_replicas} replicas"
-        recorded = run_config(self.log).get("train", {})
+        return ", ".join([f"{self._version(step)}, torch {torch.__version__}, {where}, {ranks}", *self._other_sums])
+
+    @functools.cached_property
+    def _other_sums(self) -> list[str]:
+        """Those of `_OTHER_SUMS` that are not as the run has recorded them. Read once: each step asks."""
+        recorded, settings = run_config(self.log).get("train", {}), self.config.train
         others = (key for key in _OTHER_SUMS if key in recorded and getattr(settings, key) != recorded[key])
-        packs = [f"{key} = {getattr(settings, key)}" for key in others]
-        return ", ".join([f"{self._version(step)}, torch {torch.__version__}, {where}, {ranks}", *packs])
+        return [f"{key} = {getattr(settings, key)}" for key in others]
 
     def load_nearest_state(self, at_most: int) -> int:
         """Load the newest saved state of the steps up to `at_most`; returns its step, 0 for the base policy. Raises
