@@ -55,12 +55,12 @@ def open_named_store(store: str, *, patience: float | None = None) -> ObjectStor
     return open_store(store_uri(store), patience=patience)
 
 
-def open_named(run: str, store: str, *, appends: bool = False) -> RunLog:
-    """The log of a run in a store, or in the default one; `appends` as in `open_run`. Raises `NotFound` listing the
-    runs there are."""
+def open_named(run: str, store: str, *, appends: bool = False, patience: float | None = None) -> RunLog:
+    """The log of a run in a store, or in the default one; `appends` as in `open_run`, `patience` as in `open_store`.
+    Raises `NotFound` listing the runs there are."""
     from storage.log.runs import open_run
 
-    opened = open_named_store(store)
+    opened = open_named_store(store, patience=patience)
     with path_errors(f"store {opened.uri}"):
         return open_run(opened, run, appends=appends)
 

@@ -33,9 +33,7 @@ def ui(
     """Look at runs in a browser: curves as they grow, comparisons, trajectories, lineage, promotion."""
     from cli.ui.server import create_app, is_loopback, serve
 
-    if run:
-        open_named(run, store)
-    opened = open_named_store(store, patience=_PATIENCE)
+    opened = open_named(run, store, patience=_PATIENCE).store if run else open_named_store(store, patience=_PATIENCE)
     token = os.environ.get(TOKEN_VARIABLE, "") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
     if not host:
         raise InvalidInput("--host '' is no address; 0.0.0.0 listens on all of this machine's")

@@ -35,14 +35,13 @@ def read_parquet_rows(file: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     try:
-        schema = pa.struct(pq.read_schema(file))
-        table = None if (doubled := _doubled(schema)) else pq.read_table(file)
+        if doubled := _doubled(pa.struct(pq.read_schema(file))):
+            raise ValueError(f"it has the column {doubled!r} twice; rename one of them, or leave one out")
+        table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # it is not there, or may not be read
             raise
         raise ValueError(f"it is no Parquet file, or damaged: {error}") from error
-    if table is None:
-        raise ValueError(f"it has the column {doubled!r} twice; rename one of them, or leave one out")
     if (texts := _with_float32_as(pa.struct(table.schema), pa.string())) != pa.struct(table.schema):
         numbers = _with_float32_as(pa.struct(table.schema), pa.float64())
         table = table.cast(pa.schema(texts)).cast(pa.schema(numbers))
