@@ -25,9 +25,9 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from cli.run.flow import imported_early
 from infra.environment import TELEMETRY_OFF, prepare_environment
-from infra.forks import SOURCE, imported_early
-from rollouts.engines.vllm.core_start import FRONT_END, IMPORTED, is_cpu_build
+from infra.forks import SOURCE
 from settings.places.hints import COMMAND
 from tests.apt import CannotInstall
 from tests.ceph import Ceph, ceph_server
@@ -241,15 +241,11 @@ def fork_source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     What depends on who a worker's parent is overrides it with the empty string, and then commands have their own.
     """
-    if not is_cpu_build():
-        yield ""
-        return
-    folder, before = tmp_path_factory.mktemp("forks"), dict(os.environ)
-    os.environ["MILLRACE_HOME"] = str(folder)
+    before = dict(os.environ)
+    os.environ["MILLRACE_HOME"] = str(tmp_path_factory.mktemp("forks"))
     prepare_environment()
-    modules = [*IMPORTED, *FRONT_END, "rollouts.production.worker", "trainers.worker"]
-    with imported_early(modules, log=folder / "imports.log"):
-        name = os.environ.get(SOURCE, "")  # on a cluster there is none
+    with imported_early(engine="vllm", trains=True):
+        name = os.environ.get(SOURCE, "")  # there is none on GPUs, nor on a cluster
         os.environ.clear()  # commands prepare their own
         os.environ.update(before)
         yield name
