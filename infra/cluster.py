@@ -29,7 +29,16 @@ from pathlib import Path
 from typing import Any
 
 from infra.liveness import RayLost, Watch
-from infra.placement import Placement, bundle, check_cluster_answers, gpu_share, node_resources, num_slots, on_node
+from infra.placement import (
+    Placement,
+    bundle,
+    check_cluster_answers,
+    end_ray,
+    gpu_share,
+    node_resources,
+    num_slots,
+    on_node,
+)
 from infra.ports import ray_of_our_own
 from infra.scratch import scratch_folder, worker_environment
 from infra.worker_process import Host, run_function
@@ -348,14 +357,12 @@ class Cluster:
 
         Raises the first error that is not the end of a process.
         """
-        import ray
-
         hosted, self._hosted = self._hosted, []
         try:
             # Side by side: on a node that is gone, what was to take the place of the dead never answers.
             closed = await asyncio.gather(*map(close, hosted), return_exceptions=True)
         finally:
-            await asyncio.to_thread(ray.shutdown)  # if it never returns, as it may without a GCS, the watch ends it
+            await asyncio.to_thread(end_ray)  # if it never returns, as it may without a GCS, the watch ends it
             await asyncio.to_thread(self._opened.close)
         if errors := [each for each in closed if isinstance(each, BaseException)]:
             raise errors[0]

@@ -106,7 +106,20 @@ def nodes_to_use() -> list[dict[str, float]]:
     try:
         return node_resources()
     finally:
-        ray.shutdown()
+        end_ray()
+
+
+def end_ray() -> None:
+    """`ray.shutdown`, with Ray's client out of reach before it ends. A reference to a result that another thread frees
+    meanwhile would ask it, and Ray then ends the process."""
+    import ray
+
+    worker = ray._private.worker
+    worker.disconnect()
+    client = vars(worker.global_worker).pop("core_worker", None)
+    if client is not None:
+        client.shutdown_driver()
+    ray.shutdown()
 
 
 def check_cluster_answers(address: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -177,17 +178,29 @@ def _outside_of_a_loop(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return work()
     from cli.run.flow import stop_flow
 
-    threads = queue.SimpleQueue[int]()
+    interrupted, threads = threading.Event(), queue.SimpleQueue[int]()
+
+    def interrupt(*_: object) -> None:
+        """An exception could be raised before the thread has its flow, or be lost while Python collects garbage."""
+        if interrupted.is_set():
+            raise KeyboardInterrupt  # the second one: the flow does not end
+        interrupted.set()
+
+    usual = signal.getsignal(signal.SIGINT)
+    hears = callable(usual) and threading.current_thread() is threading.main_thread()
     pool = ThreadPoolExecutor(1, initializer=lambda: threads.put(threading.get_ident()))
-    working = pool.submit(work)
     try:
-        while not wait([working], _LOOK_SECONDS).done:
-            pass  # an interrupt that reached another thread is heard only between two waits
-        return working.result()
-    except KeyboardInterrupt:
+        if hears:
+            signal.signal(signal.SIGINT, interrupt)
+        working = pool.submit(work)
         thread = threads.get()
-        while not wait([working], _LOOK_SECONDS).done:  # it may not have come to its flow yet
-            stop_flow(thread)
-        raise
+        while not wait([working], _LOOK_SECONDS).done:
+            if interrupted.is_set():
+                stop_flow(thread)  # which it may not have come to yet
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        return working.result()
     finally:
         pool.shutdown(wait=False)
+        if hears:
+            signal.signal(signal.SIGINT, usual)

@@ -105,7 +105,7 @@ def test_a_stopped_engine_is_killed_and_replaced_with_its_worker(home: Home, bas
         said = (home.path / "output.txt").read_text()
         assert said.count(f"{worker} died during") == 1 and "Traceback" not in said, "a handled death is one line"
         committed |= before.groups.keys()
-    assert process.wait(timeout=120) == 0, home.worker_logs()
+    assert process.wait(timeout=120) == 0, home.said() + home.worker_logs()
     state = state_of(home, run)
     check_trained_once(state, steps=num_steps, batch_size=batch_size, committed=committed)
     assert not any(group.failures for group in state.groups.values()), "a dead engine was asked"

@@ -7,6 +7,8 @@ import contextlib
 import json
 import logging
 import re
+import subprocess
+import sys
 import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 from infra import placement
 from infra.cluster import Cluster, Hosted, HostedGroup, RaisedInWorker, StartFailed, WorkerDied, close
 from settings.errors import InvalidInput
+from tests.conftest import PROJECT
 from tests.unit.infra.counting import USERS_CODE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.server, pytest.mark.timeout(240)]
@@ -239,9 +242,31 @@ async def test_without_an_address_no_cluster_that_happens_to_run_here_is_joined(
     asked: list[str] = []
     monkeypatch.setattr(ray, "init", lambda **options: asked.append(options["address"]))
     monkeypatch.setattr(ray, "nodes", list)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr("infra.cluster.end_ray", lambda: None)
     for prepare in (lambda: monkeypatch.delenv("RAY_ADDRESS", False), lambda: monkeypatch.setenv("RAY_ADDRESS", "")):
         prepare()
         async with Cluster(log_folder=tmp_path):
             pass
     assert asked == ["local", "local"]
+
+
+_FREES = """
+import asyncio, os, pathlib, sys, threading
+import ray
+from infra.cluster import Cluster
+
+async def main():
+    async with Cluster(log_folder=pathlib.Path(sys.argv[1])):
+        references = [ray.ObjectRef(os.urandom(28)) for _ in range(200_000)]
+        freeing = threading.Thread(target=lambda: [references.pop() for _ in range(200_000)])
+        freeing.start()
+    freeing.join()
+
+asyncio.run(main())
+"""
+
+
+def test_a_reference_that_a_thread_frees_while_ray_ends_does_not_end_the_process(tmp_path: Path) -> None:
+    """Python collects garbage in whatever thread, also those references that the error of a dead worker holds."""
+    done = subprocess.run([sys.executable, "-c", _FREES, tmp_path], cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode == 0 and "already been shutdown" not in done.stderr, done.stderr
