@@ -24,10 +24,10 @@ MODULES = {
 }
 FUNCTIONS = {
     "tasks.checks.preflight": ["check_run", "play_tasks"],
-    "infra.cluster": ["Cluster.__aenter__"],
+    "infra.ray.cluster": ["Cluster.__aenter__"],
     "infra.services.prefect_server": ["ServerBeside.answers"],
     "tasks.base_model": ["store_model"],
-    "infra.worker_process": ["Host.call"],
+    "infra.ray.worker_process": ["Host.call"],
     "rollouts.engines.vllm.vllm_engine": ["VllmEngine.start"],
     "vllm.engine.arg_utils": ["EngineArgs.create_engine_config"],
     "vllm.v1.engine.core": ["EngineCore.__init__", "EngineCore._initialize_kv_caches"],

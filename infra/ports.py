@@ -62,7 +62,7 @@ def ray_of_our_own() -> Iterator[None]:
     chosen, os.environ[name] = os.environ.get(name), "0"
     worker = ray_constants.SETUP_WORKER_FILENAME
     if SOURCE in os.environ:
-        ray_constants.SETUP_WORKER_FILENAME = str(Path(__file__).with_name("forked_worker.py"))
+        ray_constants.SETUP_WORKER_FILENAME = str(Path(__file__).parent / "ray" / "forked_worker.py")
     needless = {starts: getattr(Node, starts) for starts in ("start_monitor", "start_log_monitor", "start_api_server")}
     for starts in needless:
         setattr(Node, starts, lambda *_, **__: None)

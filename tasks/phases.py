@@ -20,8 +20,8 @@ from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 from typing import Any, Protocol
 
-from infra.cluster import WorkerDied
-from infra.liveness import RayLost
+from infra.ray.cluster import WorkerDied
+from infra.ray.liveness import RayLost
 
 logger = logging.getLogger("millrace.device")
 

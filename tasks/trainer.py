@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from infra.cluster import Cluster, Hosted, HostedGroup
 from infra.environment import cache_folder
+from infra.ray.cluster import Cluster, Hosted, HostedGroup
 from settings.errors import UserError
 from settings.places.hints import command
 from settings.train import SUSPICIOUS_GAPS, TrainSettings

@@ -22,7 +22,7 @@ from cli.terminal.formatting import number
 from settings.errors import counted
 
 if TYPE_CHECKING:
-    from infra.cluster import Hosted
+    from infra.ray.cluster import Hosted
     from settings.run_file import RunConfig
     from storage.log.run_log import RunLog
     from storage.records import RolloutGroup, Trajectory
@@ -103,8 +103,8 @@ async def _attempt(
     What the engine and its libraries print goes to a log file; if something fails, its path is printed.
     """
     from cli.run.flow import imported_early
-    from infra.cluster import Cluster
     from infra.environment import cache_folder, code_version
+    from infra.ray.cluster import Cluster
     from settings.places.state_folder import home
 
     gpus = config.engine.num_gpus

@@ -21,8 +21,8 @@ import httpx
 import psutil
 
 from infra.environment import local_tracking_uri, make_home
-from infra.placement import num_gpus
 from infra.ports import free_port
+from infra.ray.placement import num_gpus
 from infra.services.prefect_database import prepare_prefect_database
 from infra.user_code import PRODUCT
 from settings.errors import UserError

@@ -20,8 +20,8 @@ from typing import Any
 
 from infra.environment import KEEPS_FREED_MEMORY
 from infra.forks import become_fork_server
+from infra.ray.worker_process import num_written, written_since
 from infra.user_code import own_packages_first
-from infra.worker_process import num_written, written_since
 from settings.engine import num_parts
 from settings.errors import InvalidInput, failure_text_of_output
 from storage.policies.model_config import model_config, number_bytes, text_part, token_bytes

@@ -321,11 +321,11 @@ def test_the_ray_launcher_takes_its_file():
 _DRIVER = """
 import asyncio, pathlib, sys
 import ray
-from infra.cluster import Cluster
+from infra.ray.cluster import Cluster
 
 async def main():
     async with Cluster(log_folder=pathlib.Path(sys.argv[1])) as cluster:
-        counter = await cluster.host("counter", "tests.unit.infra.counting:Counting")
+        counter = await cluster.host("counter", "tests.unit.infra.ray.counting:Counting")
         await counter.call("open", start=3)
         print("sum", await counter.call("add", 4))
         print("cpus", sorted(node["Resources"].get("CPU", 0) for node in ray.nodes()))

@@ -14,7 +14,7 @@ import pytest
 from infra import forks
 from infra.forks import SOURCE, imported_early
 
-_ASKS = [sys.executable, str(Path(forks.__file__).with_name("forked_worker.py"))]
+_ASKS = [sys.executable, str(Path(forks.__file__).parent / "ray" / "forked_worker.py")]
 _WORKER = """
 import json, multiprocessing, os, sys, tempfile
 from infra.forks import become_fork_server

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from infra.cluster import WorkerDied
 from infra.environment import code_version
+from infra.ray.cluster import WorkerDied
 from rollouts.engines.engine import WeightUpdate
 from settings.errors import InvalidInput
 from settings.evaluation import EvaluationSettings

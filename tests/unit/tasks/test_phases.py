@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from infra.cluster import WorkerDied
-from infra.liveness import RayLost
+from infra.ray.cluster import WorkerDied
+from infra.ray.liveness import RayLost
 from tasks.phases import NEXT, Phase, SharedDevice
 from tests.simulation import run_in_virtual_time
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from prefect.states import Failed
 
-from infra.cluster import WorkerDied
-from infra.liveness import RayLost
+from infra.ray.cluster import WorkerDied
+from infra.ray.liveness import RayLost
 from settings.errors import NotFound
 from settings.train import SUSPICIOUS_GAPS
 from storage.log.entries import Claim

@@ -17,7 +17,7 @@ import pytest
 
 from cli.run import flow
 from cli.run.flow import HeadStart
-from infra.cluster import Cluster
+from infra.ray.cluster import Cluster
 from infra.services import prefect_server
 from infra.services.prefect_server import ServerBeside
 from infra.services.services import ServiceFailed

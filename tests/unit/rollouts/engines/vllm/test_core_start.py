@@ -97,7 +97,7 @@ def _look() -> tuple[bool, int]:
 def test_the_cause_that_the_core_has_written_to_the_log_is_raised(tmp_path: Path) -> None:
     code = """
 import os, sys
-from infra.worker_process import _redirect_output
+from infra.ray.worker_process import _redirect_output
 from rollouts.engines.vllm.core_start import CoreFailed, _root_cause
 _redirect_output(sys.argv[1])
 try:

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra import worker_process
-from infra.worker_process import Host
+from infra.ray import worker_process
+from infra.ray.worker_process import Host
 
 
 class Circle:

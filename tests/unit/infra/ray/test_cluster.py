@@ -18,15 +18,15 @@ from typing import Any
 import psutil
 import pytest
 
-from infra import placement
-from infra.cluster import Cluster, Hosted, HostedGroup, RaisedInWorker, StartFailed, WorkerDied, close
+from infra.ray import placement
+from infra.ray.cluster import Cluster, Hosted, HostedGroup, RaisedInWorker, StartFailed, WorkerDied, close
 from settings.errors import InvalidInput
 from tests.conftest import PROJECT
-from tests.unit.infra.counting import USERS_CODE
+from tests.unit.infra.ray.counting import USERS_CODE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.server, pytest.mark.timeout(240)]
-_COUNTING = "tests.unit.infra.counting:Counting"
-_RAISING = "tests.unit.infra.counting:raise_in_users_code"
+_COUNTING = "tests.unit.infra.ray.counting:Counting"
+_RAISING = "tests.unit.infra.ray.counting:raise_in_users_code"
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ async def test_an_error_of_all_ranks_is_raised_as_it_was_where_it_began_and_the_
 async def test_ranks_that_wait_for_one_that_failed_or_was_killed_are_killed(
     cluster: Cluster, call: str, rank: int, error: tuple[type[Exception], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.cluster.LAG_SECONDS", 0.5)
+    monkeypatch.setattr("infra.ray.cluster.LAG_SECONDS", 0.5)
     group = await _group(cluster, 2, "stuck")
     processes = [psutil.Process(await member.call("process")) for member in group._ranks]
     with pytest.raises(error[0], match=error[1]):
@@ -163,7 +163,7 @@ async def test_an_error_comes_with_the_users_frames_last(
         printed = "".join(traceback.format_exception(error))
         last = printed.rpartition("File ")[2]
         assert last.startswith(f'"{file}", line ') and line in last.splitlines()[1], printed
-        assert "ray/" not in error.__notes__[0] and "worker_process.py" not in error.__notes__[0], printed
+        assert "site-packages/ray/" not in error.__notes__[0] and "worker_process.py" not in error.__notes__[0], printed
 
 
 def _engines(cluster: Cluster) -> Cluster:
@@ -192,7 +192,7 @@ async def test_the_process_of_a_function_ends_with_it(cluster: Cluster) -> None:
 async def test_devices_are_reserved_in_one_place_until_the_worker_ends(
     cluster: Cluster, parts: str, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.cluster.LAG_SECONDS", 0.5)
+    monkeypatch.setattr("infra.ray.cluster.LAG_SECONDS", 0.5)
     before = _places()
     if parts == "two ranks":
         expected: Any = ("PACK", {0: {"CPU": 1.0}, 1: {"CPU": 1.0}})
@@ -242,7 +242,7 @@ async def test_without_an_address_no_cluster_that_happens_to_run_here_is_joined(
     asked: list[str] = []
     monkeypatch.setattr(ray, "init", lambda **options: asked.append(options["address"]))
     monkeypatch.setattr(ray, "nodes", list)
-    monkeypatch.setattr("infra.cluster.end_ray", lambda: None)
+    monkeypatch.setattr("infra.ray.cluster.end_ray", lambda: None)
     for prepare in (lambda: monkeypatch.delenv("RAY_ADDRESS", False), lambda: monkeypatch.setenv("RAY_ADDRESS", "")):
         prepare()
         async with Cluster(log_folder=tmp_path):
@@ -253,7 +253,7 @@ async def test_without_an_address_no_cluster_that_happens_to_run_here_is_joined(
 _FREES = """
 import asyncio, os, pathlib, sys, threading
 import ray
-from infra.cluster import Cluster
+from infra.ray.cluster import Cluster
 
 async def main():
     async with Cluster(log_folder=pathlib.Path(sys.argv[1])):

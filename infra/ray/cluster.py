@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.liveness import RayLost, Watch
-from infra.placement import (
+from infra.ports import ray_of_our_own
+from infra.ray.liveness import RayLost, Watch
+from infra.ray.placement import (
     Placement,
     bundle,
     check_cluster_answers,
@@ -39,9 +40,8 @@ from infra.placement import (
     num_slots,
     on_node,
 )
-from infra.ports import ray_of_our_own
+from infra.ray.worker_process import Host, run_function
 from infra.scratch import scratch_folder, worker_environment
-from infra.worker_process import Host, run_function
 from settings.errors import UserError, disk_full, failure_text_of_output, in_one_line, is_disk_full
 from settings.places.state_folder import written_places
 from settings.redaction import redact_error, without_secrets
@@ -57,7 +57,7 @@ _SYSTEM_CONFIG = {
     "worker_register_timeout_seconds": 600,  # it may wait for what it is a fork of
 }
 _HEADER = "Traceback (most recent call last):"
-_BETWEEN = r"python/ray/|[^\"]*/(?:site-packages/ray/|concurrent/futures/_base\.py|infra/worker_process\.py)"
+_BETWEEN = r"python/ray/|[^\"]*/(?:site-packages/ray/|concurrent/futures/_base\.py|infra/ray/worker_process\.py)"
 _CALLERS_FRAME = re.compile(rf'^((?: *\|)?) +File "(?:{_BETWEEN}).*\n(?:\1 {{4}}.*\n)*', re.MULTILINE)
 """A frame of Ray's or ours between the process's start and the method that was called, with its lines of code."""
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from infra import placement
-from infra.cluster import Cluster
-from infra.placement import check_shares, gpu_memory, nodes_to_use, num_gpus
+from infra.ray import placement
+from infra.ray.cluster import Cluster
+from infra.ray.placement import check_shares, gpu_memory, nodes_to_use, num_gpus
 from settings.errors import InvalidInput
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra import liveness
-from infra.cluster import Cluster, WorkerDied
-from infra.liveness import RayLost
+from infra.ray import liveness
+from infra.ray.cluster import Cluster, WorkerDied
+from infra.ray.liveness import RayLost
 from settings.errors import UserError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.server, pytest.mark.timeout(240)]
@@ -49,7 +49,7 @@ async def test_every_call_ends_when_a_process_of_ray_is_killed_or_stopped(
 ) -> None:
     monkeypatch.setattr(liveness, "LOOK_SECONDS", 0.2)
     async with asyncio.timeout(60), Cluster(log_folder=tmp_path, num_workers=2) as cluster:
-        worker = await cluster.host("worker", "tests.unit.infra.counting:Counting")
+        worker = await cluster.host("worker", "tests.unit.infra.ray.counting:Counting")
         await worker.call("open", start=0)
         waiting = asyncio.create_task(worker.call("die", 1))  # as rank 0 it waits for ever
         family = psutil.Process().children(recursive=True)

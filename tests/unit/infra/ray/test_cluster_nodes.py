@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-_COUNTING = "tests.unit.infra.counting:Counting"
+_COUNTING = "tests.unit.infra.ray.counting:Counting"
 _SMALL = {"num_cpus": 4, "object_store_memory": 80 * 2**20}
 _BUNDLE = {0: {"CPU": 1.0, "GPU": 2.0}}
 
@@ -39,8 +39,8 @@ def test_an_engine_ends_when_its_node_is_lost_and_when_it_is_stopped_there(tmp_p
 async def _two_engines_on_two_gpus(log_folder: Path) -> None:
     from ray.cluster_utils import Cluster
 
-    from infra import cluster as ours
-    from infra import liveness, placement
+    from infra.ray import cluster as ours
+    from infra.ray import liveness, placement
 
     placement._LOOK_SECONDS = 0.5
     liveness._below = lambda top, depth=0: []  # the raylets are below this process, as those of no other cluster are
