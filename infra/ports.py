@@ -1,15 +1,9 @@
-"""TCP ports: reserved for servers that will listen soon, and kept on loopback for Ray."""
+"""TCP ports, reserved for servers that will listen soon."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
-
-from infra.forks import SOURCE
 
 _KEPT: list[ExitStack] = []
 _KEEP = 16
@@ -44,35 +38,3 @@ def server_listens(port: int) -> bool:
     """True if a server listens on this port of 127.0.0.1."""
     with socket.socket() as connection:
         return connection.connect_ex(("127.0.0.1", port)) == 0
-
-
-@contextlib.contextmanager
-def ray_of_our_own() -> Iterator[None]:
-    """Let Ray's processes that start meanwhile, and theirs, listen on loopback alone, and start fewer of them.
-
-    Ray has no option for either. It takes 127.0.0.1 for the address of the node only where clusters have one node, as
-    on Windows. Its workers may be forks, see `infra/forks.py`. Its autoscaler, its pages and what carries logs to the
-    driver are Python processes which we do not use.
-    """
-    from ray._private import ray_constants
-    from ray._private.node import Node
-
-    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    chosen, os.environ[name] = os.environ.get(name), "0"
-    worker = ray_constants.SETUP_WORKER_FILENAME
-    if SOURCE in os.environ:
-        ray_constants.SETUP_WORKER_FILENAME = str(Path(__file__).parent / "ray" / "forked_worker.py")
-    needless = {starts: getattr(Node, starts) for starts in ("start_monitor", "start_log_monitor", "start_api_server")}
-    for starts in needless:
-        setattr(Node, starts, lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        for starts, method in needless.items():
-            setattr(Node, starts, method)
-        ray_constants.SETUP_WORKER_FILENAME = worker
-        ray_constants.ENABLE_RAY_CLUSTER = before
-        os.environ.pop(name)
-        if chosen is not None:
-            os.environ[name] = chosen

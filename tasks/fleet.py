@@ -17,9 +17,11 @@ import os
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import TypeVar
 
+from infra.devices import has_cores_for
 from infra.environment import cache_folder, code_version
-from infra.ray.cluster import Cluster, Hosted, WorkerDied
-from infra.ray.placement import gpus_of, has_cores_for
+from infra.ray.cluster import Cluster
+from infra.ray.hosted import Hosted, WorkerDied
+from infra.ray.placement import gpus_of
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.engine import WeightUpdate
 from rollouts.production.failures import Failures

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 from typing import Any, Protocol
 
-from infra.ray.cluster import WorkerDied
+from infra.ray.hosted import WorkerDied
 from infra.ray.liveness import RayLost
 
 logger = logging.getLogger("millrace.device")

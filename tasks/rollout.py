@@ -14,7 +14,7 @@ from typing import Any
 from prefect import task
 from prefect.tasks import exponential_backoff
 
-from infra.ray.cluster import WorkerDied
+from infra.ray.hosted import WorkerDied
 from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation, Policy
 from storage.log.scores import failure_of

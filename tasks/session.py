@@ -27,9 +27,10 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from infra.devices import num_gpus
 from infra.environment import code_version, prepare_environment
 from infra.ray.cluster import Cluster
-from infra.ray.placement import check_shares, num_gpus
+from infra.ray.placement import check_shares
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
 from rollouts.production.prompts import task_set

@@ -17,7 +17,7 @@ from prefect.context import FlowRunContext
 from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
-from infra.ray.cluster import WorkerDied
+from infra.ray.hosted import WorkerDied
 from settings.errors import UserError
 from settings.run_file import RunConfig
 from storage.log.claims import has_sampled_all, next_claim, streams

@@ -9,7 +9,8 @@ import logging
 from typing import Any
 
 from infra.environment import cache_folder
-from infra.ray.cluster import Cluster, Hosted, HostedGroup
+from infra.ray.cluster import Cluster
+from infra.ray.hosted import Hosted, HostedGroup
 from settings.errors import UserError
 from settings.places.hints import command
 from settings.train import SUSPICIOUS_GAPS, TrainSettings

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from infra.ray.placement import GpuMemory
+from infra.devices import GpuMemory
 from settings.run_file import RunConfig
 from tasks.checks.memory_plan import Device, Memory, plan_for
 from tests.documents import PROJECT

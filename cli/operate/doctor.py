@@ -222,7 +222,8 @@ def check_hub(config: RunConfig | None) -> Finding:
 def check_device(config: RunConfig | None) -> Finding:
     """GPUs of this machine, or of the Ray cluster, and whether they hold the run file's ranks and engines; without any,
     who computes with how many threads."""
-    from infra.ray.placement import gpus_of, nodes_to_use
+    from infra.ray.client import nodes_to_use
+    from infra.ray.placement import gpus_of
     from storage.policies.model_config import number_bytes
     from tasks.checks.learning_rate import num_parameters
     from tasks.checks.machine import for_this_machine, precision_text

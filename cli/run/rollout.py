@@ -22,7 +22,7 @@ from cli.terminal.formatting import number
 from settings.errors import counted
 
 if TYPE_CHECKING:
-    from infra.ray.cluster import Hosted
+    from infra.ray.hosted import Hosted
     from settings.run_file import RunConfig
     from storage.log.run_log import RunLog
     from storage.records import RolloutGroup, Trajectory

@@ -12,136 +12,16 @@ import asyncio
 import itertools
 import logging
 import math
-import os
-import shutil
-import socket
-import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from settings.errors import InvalidInput, counted, path_errors
+from infra.ray.client import node_resources
+from settings.errors import InvalidInput, counted
 
 logger = logging.getLogger("millrace.placement")
 
-SECONDS_TO_ANSWER = 5.0
 _LOOK_SECONDS = 5.0
-_HTTP2_SETTINGS = b"\x04"
-_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0\0\0\0\0"
-"""How a client begins (RFC 9113, 3.4); a server answers with a frame of its settings, whose type is its fourth byte."""
 _LOOKS_PER_WARNING = 12
-_LISTED_GPUS = Path("/proc/driver/nvidia/gpus")
-_ELSEWHERE = "/usr/bin:/usr/local/nvidia/bin:/usr/lib/wsl/lib"
-"""Where containers and WSL have `nvidia-smi`, not always on PATH."""
-_SECONDS_TO_LIST = 30.0
-
-
-def num_slots() -> int:
-    """What a Ray of our own takes for this machine's CPUs: slots, not cores, because workers mostly wait for each
-    other."""
-    return max(64, os.cpu_count() or 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuMemory:
-    """A GPU of this machine; bytes."""
-
-    name: str
-    total: int
-    free: int
-
-
-def gpu_memory() -> list[GpuMemory]:
-    """The GPUs that this process may use, in their order; none where `nvidia-smi` is not there or does not answer, or
-    says of none how much memory it has."""
-    program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=_ELSEWHERE)
-    if program is None:
-        return []
-    query = [program, "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(
-            query, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_SECONDS_TO_LIST, check=True
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.debug("the GPUs of this machine cannot be asked: %s", error)
-        return []
-    rows = [line.split(", ") for line in listed.stdout.splitlines()]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        by_name = {name: row for row in rows for name in row[:2]}
-        rows = [by_name[name] for name in visible.replace(" ", "").split(",") if name in by_name]
-    return [
-        GpuMemory(name=name, total=int(total) * 2**20, free=int(free) * 2**20)
-        for name, _, total, free in rows
-        if total.isdigit() and free.isdigit()  # a GPU that shares the CPU's memory says [N/A]
-    ]
-
-
-def num_gpus() -> int:
-    """GPUs of this machine that this process may use. Where the kernel lists none, as in some sandboxes, those that
-    `nvidia-smi` does."""
-    listed = len(list(_LISTED_GPUS.glob("*")))
-    if not listed:
-        return len(gpu_memory())
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return listed if visible is None else len([v for v in visible.split(",") if v.strip() not in ("", "-1")])
-
-
-def has_cores_for(num_processes: int) -> bool:
-    """True if this machine has a core for each of so many processes."""
-    return len(os.sched_getaffinity(0)) >= num_processes
-
-
-def nodes_to_use() -> list[dict[str, float]]:
-    """Resources of each node of the cluster at `RAY_ADDRESS`, or without it of this machine, which Ray is not asked
-    for. Raises `InvalidInput` if the cluster does not answer."""
-    if not (address := os.environ.get("RAY_ADDRESS")):
-        gpus = num_gpus()
-        return [{"CPU": float(num_slots()), **({"GPU": float(gpus)} if gpus else {})}]
-    check_cluster_answers(address)
-    import ray
-
-    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
-    try:
-        return node_resources()
-    finally:
-        end_ray()
-
-
-def end_ray() -> None:
-    """`ray.shutdown`, with Ray's client out of reach before it ends. A reference to a result that another thread frees
-    meanwhile would ask it, and Ray then ends the process."""
-    import ray
-
-    worker = ray._private.worker
-    worker.disconnect()
-    client = vars(worker.global_worker).pop("core_worker", None)
-    if client is not None:
-        client.shutdown_driver()
-    ray.shutdown()
-
-
-def check_cluster_answers(address: str) -> None:
-    """Raise `InvalidInput` unless what listens at `RAY_ADDRESS` speaks HTTP/2, as Ray does, within seconds. Ray itself
-    would try for minutes, deaf to Ctrl-C."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not port.isdigit():
-        return
-    problem = f"RAY_ADDRESS = {address!r}: no Ray cluster answers"
-    with path_errors(problem), socket.create_connection((host.strip("[]"), int(port)), SECONDS_TO_ANSWER) as connection:
-        if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
-            return
-        connection.sendall(_HTTP2_GREETING)
-        if connection.recv(9)[3:4] != _HTTP2_SETTINGS:
-            raise InvalidInput(f"{problem}: something else listens there; give the address that `ray start` printed")
-
-
-def node_resources() -> list[dict[str, float]]:
-    """Resources of each living node of the cluster: "CPU", "GPU" and others by their Ray names."""
-    import ray
-
-    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
 def gpus_of(nodes: Sequence[Mapping[str, float]]) -> float:

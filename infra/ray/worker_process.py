@@ -9,26 +9,22 @@ import asyncio
 import faulthandler
 import gc
 import inspect
-import io
-import logging
 import math
 import os
 import pkgutil
-import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 from infra.environment import turn_telemetry_off
 from infra.forks import adopt_environment, end_with_parent
 from infra.ports import free_port
-from infra.structured_logs import CALL, json_handler, logs_are_json
-from settings.redaction import redact_logs, without_secrets
+from infra.process_output import redirect_output
+from infra.structured_logs import CALL
 
 _STUCK_SECONDS = 120.0
 _COLLECT_AFTER = 10_000  # new objects; Python's default of 700 is a few attempts, and many more leave holes in the heap
@@ -42,7 +38,7 @@ class Host:
     def __init__(self, path: str, log_file: str, environment: dict[str, str]) -> None:
         _set(environment)
         _die_with_parent()
-        _redirect_output(log_file)
+        redirect_output(log_file)
         self._path = path
         self._target: Any = None
         self._turning: asyncio.Task[None] | None = None
@@ -115,7 +111,7 @@ async def _log_stacks_when_stuck() -> None:
 def run_function(path: str, arguments: dict[str, Any], log_file: str, environment: dict[str, str]) -> Any:
     _set(environment)
     _die_with_parent()
-    _redirect_output(log_file)
+    redirect_output(log_file)
     return pkgutil.resolve_name(path)(**arguments)
 
 
@@ -140,43 +136,3 @@ def _die_with_parent() -> None:
     subprocess.run(["/bin/sh", "-c", watch], stdin=read, start_new_session=True, check=True)
     os.close(read)
     end_with_parent()
-
-
-def num_written() -> int:
-    """Bytes in the log file of this process so far; 0 if it writes to none."""
-    status = os.fstat(2)
-    return status.st_size if stat.S_ISREG(status.st_mode) else 0
-
-
-def written_since(num_bytes: int) -> str:
-    """What this process and its children have written to its log file since `num_written` was `num_bytes`."""
-    if not num_written():
-        return ""
-    with open("/proc/self/fd/2", "rb") as log:
-        log.seek(num_bytes)
-        return log.read().decode(errors="replace")
-
-
-class _Redacted(io.TextIOWrapper):
-    """A text stream that removes secrets from what user code and libraries print."""
-
-    def write(self, text: str) -> int:
-        super().write(without_secrets(text))
-        return len(text)
-
-
-def _redirect_output(log_file: str) -> None:
-    """Redirect the output of this process and its future children to its log file."""
-    Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        getattr(sys, name).flush()
-        os.dup2(descriptor, number)
-        file = open(number, "wb", closefd=False)  # noqa: SIM115 - it is the process's output until its end
-        setattr(sys, name, _Redacted(file, "utf-8", "backslashreplace", line_buffering=True))
-    redact_logs()
-    line = "%(asctime)s %(name)s %(levelname)s %(message)s"
-    logging.basicConfig(level=logging.INFO, format=line, stream=sys.stderr)
-    if logs_are_json():
-        process = {"run": Path(log_file).parent.name, "worker": Path(log_file).stem}
-        logging.getLogger().handlers[:] = [json_handler(sys.stderr, lambda: process)]

@@ -20,9 +20,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+from infra.devices import num_gpus
 from infra.environment import local_tracking_uri, make_home
 from infra.ports import free_port
-from infra.ray.placement import num_gpus
 from infra.services.prefect_database import prepare_prefect_database
 from infra.user_code import PRODUCT
 from settings.errors import UserError

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from infra.environment import cache_folder
-from infra.ray.placement import gpus_of, nodes_to_use
+from infra.ray.client import nodes_to_use
+from infra.ray.placement import gpus_of
 from infra.user_code import own_command
 from settings.errors import InvalidInput
 from settings.places.state_folder import store_uri

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 from pydantic import ValidationError
 
-from infra.ray.placement import GpuMemory, gpu_memory
+from infra.devices import GpuMemory, gpu_memory
 from rollouts.production.engine_choice import num_sequences
 from settings.errors import InvalidInput, size
 from settings.run_file import RunConfig

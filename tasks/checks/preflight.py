@@ -20,7 +20,8 @@ from urllib.parse import urlparse
 import httpx
 
 from infra.environment import tracking_uri
-from infra.ray.placement import check_shares, gpus_of, nodes_to_use
+from infra.ray.client import nodes_to_use
+from infra.ray.placement import check_shares, gpus_of
 from rollouts.chat.tool_parsing import check_parser
 from rollouts.engines.vllm.core_start import is_cpu_build
 from rollouts.production.engine_arguments import check_engine_arguments, check_token_limits

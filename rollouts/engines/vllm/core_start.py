@@ -20,7 +20,7 @@ from typing import Any
 
 from infra.environment import KEEPS_FREED_MEMORY
 from infra.forks import become_fork_server
-from infra.ray.worker_process import num_written, written_since
+from infra.process_output import num_written, written_since
 from infra.user_code import own_packages_first
 from settings.engine import num_parts
 from settings.errors import InvalidInput, failure_text_of_output

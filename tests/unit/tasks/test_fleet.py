@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from infra.environment import code_version
-from infra.ray.cluster import WorkerDied
+from infra.ray.hosted import WorkerDied
 from rollouts.engines.engine import WeightUpdate
 from settings.errors import InvalidInput
 from settings.evaluation import EvaluationSettings

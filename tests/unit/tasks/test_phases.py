@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.ray.cluster import WorkerDied
+from infra.ray.hosted import WorkerDied
 from infra.ray.liveness import RayLost
 from tasks.phases import NEXT, Phase, SharedDevice
 from tests.simulation import run_in_virtual_time

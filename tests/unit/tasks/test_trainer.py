@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prefect.states import Failed
 
-from infra.ray.cluster import WorkerDied
+from infra.ray.hosted import WorkerDied
 from infra.ray.liveness import RayLost
 from settings.errors import NotFound
 from settings.train import SUSPICIOUS_GAPS

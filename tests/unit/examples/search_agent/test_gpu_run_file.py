@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cli.main import app
 from examples.search_agent.dataset import write_dataset
-from infra.ray.placement import GpuMemory
+from infra.devices import GpuMemory
 from tasks.checks.memory_plan import Memory
 from tests.unit.examples.search_agent.episodes import FOLDER, PASSAGES, PROBLEM, write_folder
 

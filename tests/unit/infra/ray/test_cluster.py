@@ -7,8 +7,6 @@ import contextlib
 import json
 import logging
 import re
-import subprocess
-import sys
 import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,9 +17,9 @@ import psutil
 import pytest
 
 from infra.ray import placement
-from infra.ray.cluster import Cluster, Hosted, HostedGroup, RaisedInWorker, StartFailed, WorkerDied, close
+from infra.ray.cluster import Cluster
+from infra.ray.hosted import Hosted, HostedGroup, RaisedInWorker, StartFailed, WorkerDied, close
 from settings.errors import InvalidInput
-from tests.conftest import PROJECT
 from tests.unit.infra.ray.counting import USERS_CODE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.server, pytest.mark.timeout(240)]
@@ -111,7 +109,7 @@ async def test_an_error_of_all_ranks_is_raised_as_it_was_where_it_began_and_the_
 async def test_ranks_that_wait_for_one_that_failed_or_was_killed_are_killed(
     cluster: Cluster, call: str, rank: int, error: tuple[type[Exception], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.ray.cluster.LAG_SECONDS", 0.5)
+    monkeypatch.setattr("infra.ray.hosted.LAG_SECONDS", 0.5)
     group = await _group(cluster, 2, "stuck")
     processes = [psutil.Process(await member.call("process")) for member in group._ranks]
     with pytest.raises(error[0], match=error[1]):
@@ -192,7 +190,7 @@ async def test_the_process_of_a_function_ends_with_it(cluster: Cluster) -> None:
 async def test_devices_are_reserved_in_one_place_until_the_worker_ends(
     cluster: Cluster, parts: str, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.ray.cluster.LAG_SECONDS", 0.5)
+    monkeypatch.setattr("infra.ray.hosted.LAG_SECONDS", 0.5)
     before = _places()
     if parts == "two ranks":
         expected: Any = ("PACK", {0: {"CPU": 1.0}, 1: {"CPU": 1.0}})
@@ -248,25 +246,3 @@ async def test_without_an_address_no_cluster_that_happens_to_run_here_is_joined(
         async with Cluster(log_folder=tmp_path):
             pass
     assert asked == ["local", "local"]
-
-
-_FREES = """
-import asyncio, os, pathlib, sys, threading
-import ray
-from infra.ray.cluster import Cluster
-
-async def main():
-    async with Cluster(log_folder=pathlib.Path(sys.argv[1])):
-        references = [ray.ObjectRef(os.urandom(28)) for _ in range(200_000)]
-        freeing = threading.Thread(target=lambda: [references.pop() for _ in range(200_000)])
-        freeing.start()
-    freeing.join()
-
-asyncio.run(main())
-"""
-
-
-def test_a_reference_that_a_thread_frees_while_ray_ends_does_not_end_the_process(tmp_path: Path) -> None:
-    """Python collects garbage in whatever thread, also those references that the error of a dead worker holds."""
-    done = subprocess.run([sys.executable, "-c", _FREES, tmp_path], cwd=PROJECT, capture_output=True, text=True)
-    assert done.returncode == 0 and "already been shutdown" not in done.stderr, done.stderr

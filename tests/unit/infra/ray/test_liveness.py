@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from infra.ray import liveness
-from infra.ray.cluster import Cluster, WorkerDied
+from infra.ray.cluster import Cluster
+from infra.ray.hosted import WorkerDied
 from infra.ray.liveness import RayLost
 from settings.errors import UserError
 

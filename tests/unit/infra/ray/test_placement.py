@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-import threading
 from pathlib import Path
 
 import pytest
 
-from infra.ray import placement
 from infra.ray.cluster import Cluster
-from infra.ray.placement import check_shares, gpu_memory, nodes_to_use, num_gpus
-from settings.errors import InvalidInput
+from infra.ray.placement import check_shares
 
 
 def _nodes(gpus: list[int]) -> list[dict[str, float]]:
@@ -67,64 +63,3 @@ def test_an_engine_has_as_many_gpus_as_it_has_parts(
     cluster = Cluster(log_folder=Path("unused"), num_workers=num_workers, gpus_per_engine=gpus_per_engine)
     cluster.nodes = _nodes([num_gpus])
     assert cluster.gpus_per_engine == expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "sentence"),
-    [
-        (None, "no Ray cluster answers: Connection refused"),
-        (b"", "no Ray cluster answers: timed out"),  # also of a cluster whose processes are stopped
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no Ray cluster answers: something else listens there; give the address"),
-    ],
-)
-def test_an_address_without_a_ray_cluster_is_refused_within_seconds(
-    answer: bytes | None, sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(placement, "SECONDS_TO_ANSWER", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        if answer is None:
-            server.close()
-        elif answer:
-            threading.Thread(target=lambda: server.accept()[0].sendall(answer), daemon=True).start()
-        with pytest.raises(InvalidInput, match=f"^RAY_ADDRESS = '{address}': {sentence}"):
-            nodes_to_use()
-
-
-@pytest.mark.parametrize(
-    ("listed", "says", "visible", "expected"),
-    [
-        (2, "exit 9", None, 2),
-        (2, "exit 9", "1", 1),
-        (
-            0,
-            "printf '0, GPU-a, 24576, 24000\\n1, GPU-b, 81920, 500\\n'",
-            None,
-            2,
-        ),  # a sandbox without the kernel's list
-        (0, "printf '0, GPU-a, 24576, 24000\\n1, GPU-b, 81920, 500\\n'", "GPU-b", 1),
-        (0, "printf '0, GPU-a, [N/A], [N/A]\\n'", None, 0),  # its memory is the CPU's
-        (1, "printf '0, GPU-a, [N/A], [N/A]\\n'", None, 1),
-        (0, "echo NVIDIA-SMI has failed because it could not communicate with the driver; exit 9", None, 0),
-        (0, "exec tail -f /dev/null", None, 0),  # a card that hangs
-    ],
-)
-def test_gpus_are_counted_by_the_kernel_s_list_or_else_by_the_driver_s_program(
-    listed: int, says: str, visible: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "gpus"
-    for number in range(listed):
-        (folder / f"0000:0{number}:00.0").mkdir(parents=True)
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{says}\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(placement, "_LISTED_GPUS", folder)
-    monkeypatch.setattr(placement, "_SECONDS_TO_LIST", 0.2 if "tail" in says else 30.0)
-    monkeypatch.setattr(placement, "_ELSEWHERE", str(tmp_path))  # and not on PATH, as in some containers
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert num_gpus() == expected
-    assert nodes_to_use()[0].get("GPU", 0.0) == expected
-    assert len(gpu_memory()) == (0 if listed or "GPU-a, 24576" not in says else expected)

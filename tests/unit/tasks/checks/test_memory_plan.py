@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infra.ray.placement import GpuMemory, gpu_memory
+from infra.devices import GpuMemory, gpu_memory
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig, load_run_file
 from tasks.checks import memory_plan as plans

@@ -97,9 +97,9 @@ def _look() -> tuple[bool, int]:
 def test_the_cause_that_the_core_has_written_to_the_log_is_raised(tmp_path: Path) -> None:
     code = """
 import os, sys
-from infra.ray.worker_process import _redirect_output
+from infra.process_output import redirect_output
 from rollouts.engines.vllm.core_start import CoreFailed, _root_cause
-_redirect_output(sys.argv[1])
+redirect_output(sys.argv[1])
 try:
     with _root_cause():
         os.system(f"{sys.executable} -c 'raise ValueError(7)'")
