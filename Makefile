@@ -49,7 +49,10 @@ help: ## this list
 # What the run file's folder says it needs beside the lock.
 packages: $(INSTALLED)
 	@needs=$(dir $(RUNFILE))requirements.txt
-	if [ -f "$$needs" ]; then $(PIP_INSTALL) -q -r "$$needs"; fi
+	if [ -f "$$needs" ]; then
+	    $(PIP_INSTALL) -q -r "$$needs"
+	    ln -sfn "$$(cd .venv/lib && echo python3.*)" .venv/lib/python  # a run file names what is there under any Python
+	fi
 
 train: packages ## train a policy: RUNFILE=examples/arithmetic.toml, ARGS="more arguments"
 	.venv/bin/millrace train $(RUNFILE) $(ARGS)

@@ -38,12 +38,11 @@ def recorded_paths(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The document with paths relative to `folder` if they are below it or below the folder above."""
 
     def relative(_: Any, value: str) -> str:
-        file, _, name = value.rpartition(":")
-        path, name = (file, f":{name}") if file.endswith(".py") else (value, "")
+        path, name = _file_and_name(value)
         if not os.path.isabs(path) or not Path(path).is_relative_to(folder.absolute().parent):
             return value
         path = os.path.relpath(path, folder)
-        return path + name if name else os.path.join(os.curdir, path)  # so that it is no id of the hub
+        return f"{path}:{name}" if name else os.path.join(os.curdir, path)  # so that it is no id of the hub
 
     return _changed(document, relative)
 
@@ -60,7 +59,7 @@ def local_paths(document: Mapping[str, Any], folders: Sequence[Path]) -> dict[st
 
 def moved_paths(recorded: Mapping[str, Any], here: dict[str, Any], requested: Mapping[str, Any]) -> dict[str, Any]:
     """`here`, which `local_paths` made of `recorded`, with the paths of `requested` for files that were moved, and for
-    a module of ours that is named in another way.
+    a file, or a module of ours, that is named in another way.
 
     A file was moved if nothing is left at its old place, and the new path ends like the recorded relative one.
     """
@@ -68,7 +67,7 @@ def moved_paths(recorded: Mapping[str, Any], here: dict[str, Any], requested: Ma
         old, local, new = (_value(document, key) for document in (recorded, here, requested))
         if not (isinstance(old, str) and isinstance(local, str) and isinstance(new, str)):
             continue
-        if absolute is _code and _with_file(local) == _with_file(new):
+        if (absolute is _code and _with_file(local) == _with_file(new)) or _is_same_file(local, new):
             here = _with(here, key, new)
         if os.path.isabs(old):
             continue
@@ -80,8 +79,19 @@ def moved_paths(recorded: Mapping[str, Any], here: dict[str, Any], requested: Ma
 
 def is_there(path: str) -> bool:
     """True if an absolute path, or import path of a file, names something that exists."""
-    file, _, name = path.rpartition(":")
-    return os.path.isabs(path) and os.path.exists(file if file.endswith(".py") else path)
+    return os.path.isabs(path) and os.path.exists(_file_and_name(path)[0])
+
+
+def _is_same_file(value: str, other: str) -> bool:
+    """True if both are there and one is reached through a link, say."""
+    (path, name), (other_path, other_name) = _file_and_name(value), _file_and_name(other)
+    return name == other_name and is_there(value) and is_there(other) and os.path.samefile(path, other_path)
+
+
+def _file_and_name(value: str) -> tuple[str, str]:
+    """`file.py` and `Name`, or another path and an empty name."""
+    file, _, name = value.rpartition(":")
+    return (file, name) if file.endswith(".py") else (value, "")
 
 
 def _code(value: str, folder: Path) -> str:

@@ -119,6 +119,21 @@ def test_a_run_records_paths_relative_to_its_file_and_continues_from_any_folder_
         continues(log, document(), defaults=default_values())
 
 
+def test_a_run_continues_where_its_files_are_reached_through_a_link(project: Path, tmp_path: Path) -> None:
+    (project / "base").mkdir(exist_ok=True)
+    wanted = {"workflow": f"{project}/env.py:Game", "model": f"{project}/base"}
+    log = _with_step(create_run(LocalStore(tmp_path / "store"), "mine", wanted, folder=project))
+    (tmp_path / "link").symlink_to(project)
+    linked = {name: value.replace(str(project), str(tmp_path / "link")) for name, value in wanted.items()}
+    assert continues(log, linked)
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "env.py").touch()
+    with pytest.raises(RunExists, match="workflow"):
+        continues(log, linked | {"workflow": f"{tmp_path}/copy/env.py:Game"})
+    with pytest.raises(RunExists, match="workflow"):
+        continues(log, linked | {"workflow": f"{tmp_path}/link/env.py:Other"})
+
+
 def test_a_run_of_before_the_folder_was_recorded_has_its_paths_where_one_stands_or_beside_the_state_folder(
     project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
