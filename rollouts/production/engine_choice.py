@@ -39,7 +39,9 @@ def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:
     """The run's settings with `engine.max_model_len` at most the model's positions, and for a model in float32 with
     `engine.vllm.dtype` "float32" if it is not set: vLLM would round its weights, and each reload again otherwise; but
     "bfloat16" for adapters on GPUs (`ADAPTERS_OF_16_BITS`). Nor if they are not set: on GPUs how much is computed at a
-    time, as the memory plan has it; on CPUs `engine.vllm.enforce_eager`, unless compiling `pays_back`."""
+    time, as the memory plan has it; on CPUs `engine.vllm.enforce_eager`, unless compiling `pays_back`, and for a larger
+    model the smallest `engine.vllm.block_size`: attempts share whole blocks of their prompt, of vLLM's 128 tokens none
+    of a short one."""
     about = model_config(model)
     longest = min(config.engine.max_model_len, num_positions(about) or config.engine.max_model_len)
     own: dict[str, Any] = {}
@@ -48,8 +50,12 @@ def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:
     if not is_cpu_build():
         sequences, tokens = num_sequences(config), config.engine.vllm.get("max_num_batched_tokens") or BATCHED_TOKENS
         own |= {"max_num_seqs": min(sequences, tokens), "max_num_batched_tokens": max(sequences, tokens)}
-    elif not pays_back(config, sum(file.stat().st_size for file in model.glob("*.safetensors"))):
-        own["enforce_eager"] = True
+    else:
+        weights_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        if not pays_back(config, weights_bytes):
+            own["enforce_eager"] = True
+        if weights_bytes >= _GAINS_BELOW and not config.reproducible:  # whose bits stay what they were
+            own["block_size"] = _CPU_BLOCK
     engine = config.engine.model_copy(update={"max_model_len": longest, "vllm": {**own, **config.engine.vllm}})
     return config.model_copy(update={"engine": engine})
 

@@ -105,6 +105,22 @@ def test_an_engine_on_cpus_compiles_only_a_small_model_in_a_long_run(
     assert "enforce_eager" not in fitted_to_model(config, model).engine.vllm
 
 
+def test_on_cpus_attempts_at_a_larger_model_s_prompt_share_small_blocks_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def block_size(**settings: Any) -> int | None:
+        return fitted_to_model(a_config(**settings), model).engine.vllm.get("block_size")
+
+    model = tiny_model(tmp_path / "model")
+    assert block_size() is None
+    with open(model / "model.safetensors", "ab") as file:
+        file.truncate(10**8)  # nothing reads it
+    assert block_size() == 32 and block_size(vllm={"block_size": 128}) == 128
+    assert block_size(reproducible=True) is None
+    monkeypatch.setattr("rollouts.production.engine_choice.is_cpu_build", lambda: False)
+    assert block_size() is None
+
+
 def test_an_engine_on_a_gpu_computes_as_much_at_a_time_as_the_memory_plan_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
