@@ -4,11 +4,13 @@ In: nothing; the models are made on the spot. Out: samples per second of either,
 
     python -m benchmarks.two_settings fixed [--workload W] [--workload arithmetic] [--rounds 3] [--json FILE]
     python -m benchmarks.two_settings streamed --workload tail
+    python -m benchmarks.two_settings blocks --workload smollm2
 
 | of | is |
 |---|---|
 | fixed | `rollout.schedule = "fixed"` beside the free schedule, at `max_staleness = 1` |
 | streamed | `train.stream` beside a trainer that waits for the batch, at `max_staleness = 0` |
+| blocks | prompts shared in blocks of 32 tokens beside vLLM's 128 on CPUs, at `max_staleness = 0` |
 
 With `streamed`, at most 15 % of what a step takes to train is to be left when its last group is there.
 
@@ -34,21 +36,25 @@ from benchmarks.trl_speed import CORES, JsonFile, Rounds, Steps, Threads, Worklo
 from benchmarks.workloads.trl import WORKLOADS, Workload, workload_of
 from cli.terminal.console import open_console
 
-Setting = Literal["fixed", "streamed"]
-SETTINGS = {"fixed": (1, "rollout.schedule=fixed"), "streamed": (0, "train.stream=true")}
-"""Staleness of both runs, and what one of them sets."""
+Setting = Literal["fixed", "streamed", "blocks"]
+SETTINGS = {
+    "fixed": (1, ["rollout.schedule=fixed"], []),
+    "streamed": (0, ["train.stream=true"], []),
+    "blocks": (0, ["engine.vllm.block_size=32"], ["engine.vllm.block_size=128"]),
+}
+"""Staleness of both runs, and what each of them sets."""
 MOST_LEFT = 0.15
 
 
 def measure(setting: Setting, workload: Workload, *, rounds: int, steps: int, threads: int) -> dict[str, Any]:
     """Either kind once per round, in turn."""
-    staleness, override = SETTINGS[setting]
-    kinds = {"without": [], "with": [override]}
+    staleness, *overrides = SETTINGS[setting]
+    kinds = dict(zip(("with", "without"), overrides, strict=True))
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         make_base(workload, model := Path(folder) / "model", threads=threads)
         for number in range(rounds):
-            for kind in list(kinds)[:: 1 if number % 2 else -1]:
+            for kind in list(kinds)[:: -1 if number % 2 else 1]:
                 (scratch := Path(folder) / f"{kind}-{number}").mkdir()
                 given: dict[str, Any] = {"steps": steps, "threads": threads, "seed": number}
                 run = run_millrace(workload, model, scratch, **given, max_staleness=staleness, overrides=kinds[kind])
